@@ -1,0 +1,1 @@
+"""Compiled hot paths and kernel interfaces."""

@@ -1,0 +1,1 @@
+"""Host-side client of the guest agent envd."""

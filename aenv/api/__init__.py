@@ -1,0 +1,1 @@
+"""The E2B control plane over HTTP."""

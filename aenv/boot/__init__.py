@@ -1,0 +1,1 @@
+"""Guest kernel and initramfs."""

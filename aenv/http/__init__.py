@@ -1,0 +1,1 @@
+"""Minimal HTTP/1.1 on asyncio: httptools parses, we do the rest."""

@@ -1,0 +1,1 @@
+"""Network slots: one namespace, tap and policy per sandbox."""

@@ -1,0 +1,1 @@
+"""The data plane: from outside into guests."""

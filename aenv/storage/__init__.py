@@ -1,0 +1,1 @@
+"""Disks, snapshots and their files."""

@@ -1,0 +1,75 @@
+"""Build of the compiled parts: Cython extensions for the host, static C programs for the guest.
+
+The guest programs (`guest/envd`, `guest/init`) run inside the micro-VM, whose image may hold no libc at all, so they
+are linked statically and shipped as data of the package `aenv._guest`.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+from Cython.Build import cythonize
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).parent
+WARNINGS = ["-Wall", "-Wextra", "-Wno-unused-parameter", "-Wno-sign-compare"]
+OPTIMISE = ["-O2", "-g", "-std=gnu11"]
+# Static archives in link order.
+GUEST_LIBRARIES = {
+    "envd": ["-levent_core", "-lhttp_parser", "-ljansson", "-lnettle", "-lz"],
+    "init": [],
+}
+
+
+def extension(folder: str, name: str, **options: list[str]) -> Extension:
+    """One extension from `folder/name.pyx` and the C files beside it that start with `c_<name>`."""
+    sources = [f"{folder}/{name}.pyx", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / folder).glob(f"c_{name}*.c"))]
+    depends = sorted(str(p.relative_to(ROOT)) for p in (ROOT / folder).glob("*.h"))
+    module = f"{folder.replace('/', '.')}.{name}"
+    return Extension(
+        module, sources, depends=depends, extra_compile_args=[*OPTIMISE, *WARNINGS], include_dirs=[folder], **options
+    )
+
+
+def extensions() -> list[Extension]:
+    options: dict[str, dict[str, list[str]]] = {}
+    found = sorted((ROOT / "aenv/_native").glob("*.pyx"))
+    return [extension("aenv/_native", p.stem, **options.get(p.stem, {})) for p in found]
+
+
+class Build(build_ext):
+    """`build_ext` that also links the guest programs."""
+
+    def run(self) -> None:
+        super().run()
+        base = ROOT if self.inplace else Path(self.build_lib)
+        target = base / "aenv/_guest"
+        target.mkdir(parents=True, exist_ok=True)
+        (target / "__init__.py").write_text('"""Static programs that run inside the micro-VM."""\n')
+        for program, libraries in GUEST_LIBRARIES.items():
+            self.link_guest_program(program, libraries, target / program)
+
+    def link_guest_program(self, program: str, libraries: list[str], out: Path) -> None:
+        folder = ROOT / "guest" / program
+        sources = sorted(folder.glob("*.c"))
+        newest = max(p.stat().st_mtime for p in [*folder.iterdir(), Path(__file__)])
+        if not sources or (out.exists() and out.stat().st_mtime >= newest):
+            return
+        command = [
+            os.environ.get("CC", "cc"), "-static", *OPTIMISE, *WARNINGS, "-ffunction-sections", "-fdata-sections",
+            "-Wl,--gc-sections", "-o", str(out), *map(str, sources), *libraries,
+        ]  # fmt: skip
+        self.announce(f"linking guest program {program}", level=2)
+        subprocess.run(command, check=True)
+        if strip := shutil.which("strip"):
+            subprocess.run([strip, str(out)], check=True)
+
+
+setup(
+    ext_modules=cythonize(extensions(), language_level="3str", compiler_directives={"boundscheck": False}),
+    cmdclass={"build_ext": Build},
+)

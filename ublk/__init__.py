@@ -1,0 +1,1 @@
+"""The block server: overlaybd images over ublk and FUSE."""
