@@ -63,6 +63,7 @@ def _choice(*names: str) -> Callable[[Any], str]:
 
 SETTINGS: tuple[Setting, ...] = (
     Setting("home", Path, Path("/var/lib/aenv"), "directory of templates, sandboxes, keys and the data base"),
+    Setting("cache", Path, Path("cache"), "directory of downloaded and derived files, shared by homes if you like; relative to home"),
     Setting("listen", _address, "127.0.0.1:3000", "address of the HTTP API and the sandbox proxy; port 0 takes a free one"),
     Setting("network.uplink", _uplink, Uplink.parse("host"), "way out of a sandbox: host, none, or netns:NAME"),
     Setting("vmm.kind", _choice("auto", "qemu-kvm", "qemu-tcg"), "auto", "virtual machine monitor; auto tries the fastest"),
@@ -88,6 +89,11 @@ class Config:
     def home(self) -> Path:
         home: Path = self._values["home"]
         return home
+
+    @property
+    def cache(self) -> Path:
+        cache: Path = self._values["cache"]
+        return self.home / cache
 
 
 def load(overrides: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None) -> Config:

@@ -1,0 +1,119 @@
+"""The record of every sandbox in SQLite: what survives kill -9 of the daemon.
+
+One row a sandbox: its state in a column of its own, so that a transition is one compare-and-set, and the rest as JSON.
+SQLite runs in WAL mode with synchronous=NORMAL: a commit that returned survives the death of any process; a power cut
+may take back the last commits, but then the VMs they speak of are gone too.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+
+from aenv.errors import ConflictError, NotFoundError
+from aenv.sandbox.service import CreateOptions, SandboxState
+
+SCHEMA_VERSION = 1
+SCHEMA = """
+CREATE TABLE sandboxes (
+    id TEXT PRIMARY KEY,
+    state TEXT NOT NULL,
+    record BLOB NOT NULL
+) STRICT, WITHOUT ROWID;
+"""
+
+
+class Machine(msgspec.Struct, frozen=True):
+    """The VMM process of a running sandbox. `start_time` is field 22 of /proc/PID/stat in clock ticks."""
+
+    pid: int
+    start_time: int
+    run_dir: str
+    slot: int  # index of the network slot
+    incarnation: str  # differs after every resume; names connections that must not be reused
+
+
+class Record(msgspec.Struct, kw_only=True):
+    """All that is known of a sandbox. Times are seconds since the epoch."""
+
+    id: str
+    template_id: str
+    options: CreateOptions
+    started_at: float
+    end_at: float
+    state: SandboxState = SandboxState.STARTING
+    machine: Machine | None = None
+
+
+class Store:
+    """The table. Calls are synchronous and take some 50 µs; errors of SQLite itself are not caught."""
+
+    def __init__(self, path: Path) -> None:
+        self._db = sqlite3.connect(path, isolation_level=None)
+        self._db.execute("PRAGMA journal_mode=WAL")
+        self._db.execute("PRAGMA synchronous=NORMAL")
+        (version,) = self._db.execute("PRAGMA user_version").fetchone()
+        if version == 0:
+            self._db.executescript(f"BEGIN; {SCHEMA} PRAGMA user_version={SCHEMA_VERSION}; COMMIT;")
+        elif version != SCHEMA_VERSION:
+            self._db.close()
+            raise ConflictError(
+                f"{path} has schema version {version}, this program knows {SCHEMA_VERSION}",
+                hint="use the program version that made it, or another --home",
+            )
+
+    def close(self) -> None:
+        self._db.close()
+
+    def insert(self, record: Record) -> None:
+        """Add a new record. Raises sqlite3.IntegrityError when the id exists."""
+        self._db.execute("INSERT INTO sandboxes VALUES (?, ?, ?)", (record.id, record.state, msgspec.json.encode(record)))
+
+    def save(self, record: Record) -> None:
+        """Write a changed record back. The state must not have changed: that is `transition`'s work."""
+        done = self._db.execute(
+            "UPDATE sandboxes SET record = ? WHERE id = ? AND state = ?",
+            (msgspec.json.encode(record), record.id, record.state),
+        )
+        if done.rowcount != 1:
+            raise NotFoundError(f"sandbox {record.id} is not in state {record.state} in the store")
+
+    def transition(self, record: Record, sources: Iterable[SandboxState], target: SandboxState) -> None:
+        """Compare-and-set of the state; writes the whole record with it.
+
+        Raises ConflictError (and changes nothing) when the sandbox is in none of `sources`.
+        """
+        sources = tuple(sources)
+        before = record.state
+        if before not in sources:
+            raise ConflictError(f"sandbox {record.id} is {before.value}")
+        record.state = target
+        done = self._db.execute(
+            "UPDATE sandboxes SET state = ?, record = ? WHERE id = ? AND state = ?",
+            (target, msgspec.json.encode(record), record.id, before),
+        )
+        if done.rowcount != 1:
+            record.state = before
+            raise ConflictError(f"sandbox {record.id} is no longer {before.value}")
+
+    def delete(self, sandbox_id: str) -> None:
+        self._db.execute("DELETE FROM sandboxes WHERE id = ?", (sandbox_id,))
+
+    def load(self) -> list[Record]:
+        """All records, for the start of the daemon."""
+        rows = self._db.execute("SELECT state, record FROM sandboxes ORDER BY id").fetchall()
+        records = []
+        for state, blob in rows:
+            record = msgspec.json.decode(blob, type=Record)
+            record.state = SandboxState(state)
+            records.append(record)
+        return records
+
+
+def now() -> float:
+    """Seconds since the epoch."""
+    return time.time()
