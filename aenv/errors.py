@@ -39,6 +39,10 @@ class UnavailableError(AenvError):
     """The host cannot do this now or at all: a tool, a permission or a resource is missing."""
 
 
+class LimitError(AenvError):
+    """A configured limit is reached (`sandbox.max`, say); asking again later may succeed."""
+
+
 class GuestError(AenvError):
     """The guest did not answer, died, or answered nonsense."""
 
