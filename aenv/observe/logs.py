@@ -1,7 +1,7 @@
 """Logs of sandboxes: life-cycle events and lines from the guest, one bounded ring each.
 
 Readers page by time (the E2B API knows no other cursor), so time stamps inside a ring are unique and a millisecond
-holds at most `1 ms / SPACING` entries: a page of at least that size always gets past the millisecond it starts in.
+holds at most `1 ms / SPACING` entries: a larger page always gets past the millisecond it starts in.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from datetime import UTC, datetime, timedelta
 DEFAULT_ENTRIES = 2000
 DEFAULT_BYTES = 1 << 20
 MAX_MESSAGE = 8192  # characters; a longer line is cut
-SPACING = timedelta(microseconds=10)
+SPACING = timedelta(microseconds=20)
 
 
 class LogLevel(enum.StrEnum):
