@@ -129,11 +129,11 @@ class Vmm(ABC):
 
     @abstractmethod
     async def boot(self, machine: Machine, *, memory_image: Path, disk: Disk, nic: Nic | None, run_dir: Path) -> Vm:
-        """Cold boot. `memory_image` is a file of `memory_mib` MiB, mapped MAP_PRIVATE (all-zero and sparse for a boot)."""
+        """Cold boot. `memory_image` is a file of `memory_mib` MiB, mapped MAP_PRIVATE (all-zero, sparse for a boot)."""
 
     @abstractmethod
     async def prepare(self, machine: Machine, *, memory_image: Path, nic: Nic | None, run_dir: Path) -> Vm:
-        """Start a process that waits for device state. RAM maps `memory_image` MAP_PRIVATE and shares its page cache."""
+        """Start a process that waits for device state. RAM maps `memory_image` MAP_PRIVATE: shared page cache."""
 
     @abstractmethod
     async def adopt(self, pid: int, start_time: int, run_dir: Path) -> Vm:
