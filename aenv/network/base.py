@@ -43,8 +43,12 @@ class Uplink:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """Egress rules of one sandbox; CIDR strings of either family. `allow` beats `deny`; built-in denials beat both."""
+    """Egress rules of one sandbox; CIDR strings of either family. `allow` beats `deny`; built-in denials beat both.
+
+    `dns`: the only addresses port 53 may be reached at; they must be public and obey `allow` and `deny` as well.
+    """
 
     allow: tuple[str, ...] = field(default=())
     deny: tuple[str, ...] = field(default=())
     internet: bool = True
+    dns: tuple[str, ...] = field(default=DEFAULT_DNS)
