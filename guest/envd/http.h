@@ -43,6 +43,7 @@ struct http_request {
 	size_t n_headers;
 	int64_t content_length;   /* -1: chunked; 0: no body */
 
+	bool patient;             /* set by a handler: silence of the client is no reason to cut the connection */
 	void *state;              /* the handler's own */
 	void (*on_body)(struct http_request *req, const char *data, size_t len); /* len > 0 */
 	void (*on_end)(struct http_request *req);   /* body complete (also called for an empty body) */
@@ -55,8 +56,9 @@ struct http_request {
 	size_t n_out_headers;
 	uint64_t body_seen;
 	bool keep_alive, head_only, http10;
-	bool body_complete, body_paused, end_called;
-	bool started, chunked, finished, dispatched, closed, want_drain;
+	bool body_complete, body_paused;
+	const struct route *route;
+	bool started, chunked, finished, closed, want_drain;
 };
 
 /* A writer that sees more than this queued should stop until on_drain. */

@@ -11,6 +11,7 @@
 #include <jansson.h>
 
 #include "envd.h"
+#include "frame.h"
 #include "users.h"
 
 struct http_request;
@@ -44,15 +45,23 @@ struct rpc_call {
 	struct http_request *http;
 	enum rpc_code code;   /* set by rpc_fail() */
 	char *message;
+	/* For a unary call that is answered later, see rpc_defer(). */
+	bool deferred;
+	void *state;
+	void (*on_close)(struct rpc_call *call);
 };
 
 /* A unary handler returns a new reference to the answer, or NULL after rpc_fail(). `request` is an object; it is
- * borrowed. The call is over when the handler returns. */
+ * borrowed. The call is over when the handler returns, unless it returns rpc_defer(): then rpc_finish() follows, or
+ * on_close when the client has gone before. */
 typedef json_t *(*rpc_unary_fn)(struct rpc_call *call, json_t *request);
 void rpc_unary(struct envd *envd, const char *path, rpc_unary_fn handler);
 /* Always returns NULL, so that `return rpc_fail(...)` ends a handler. The first failure of a call stays. */
 void *rpc_fail(struct rpc_call *call, enum rpc_code code, const char *format, ...)
 	__attribute__((format(printf, 3, 4)));
+void *rpc_defer(struct rpc_call *call); /* always returns NULL */
+/* Answers a deferred call: takes the reference of `answer`; NULL after rpc_fail(). The call is gone afterwards. */
+void rpc_finish(struct rpc_call *call, json_t *answer);
 /* As rpc_fail with the code that suits `error` (an errno): ENOENT not_found, EACCES/EPERM permission_denied, EEXIST
  * already_exists, ENOTDIR/EINVAL/ENAMETOOLONG/ELOOP invalid_argument, ENOSPC/EDQUOT resource_exhausted, else internal.
  * The message is "<what>: <strerror>". */
@@ -63,6 +72,8 @@ bool rpc_user(struct rpc_call *call, struct user *user);
 
 /* Server stream. The handler gets the one request message and may fail by rpc_stream_fail() at once. The stream is
  * valid until on_close has been called; after rpc_stream_end/fail on_close follows from the event loop. */
+struct rpc_stream;
+typedef void (*rpc_stream_fn)(struct rpc_stream *stream, json_t *request);
 struct rpc_stream {
 	struct rpc_call call;       /* rpc_user(&stream->call, ...) works here; a failure is passed on by
 				     * rpc_stream_fail_call() */
@@ -70,15 +81,15 @@ struct rpc_stream {
 	void (*on_drain)(struct rpc_stream *stream); /* output queue is empty again after rpc_stream_full() was true */
 	void (*on_close)(struct rpc_stream *stream); /* last call: client gone, or the end was sent */
 	/* rpc.c only */
-	const void *method;
+	rpc_stream_fn handler;
 	struct event *keepalive;
 	char *keepalive_message;
-	struct timeval keepalive_interval;
-	struct rpc_reader *reader;
+	struct frame_reader reader;
 	bool received, ended;
 };
-typedef void (*rpc_stream_fn)(struct rpc_stream *stream, json_t *request);
 void rpc_server_stream(struct envd *envd, const char *path, rpc_stream_fn handler);
+/* Milliseconds of Connect-Timeout-Ms; 0: none. */
+uint64_t rpc_timeout_ms(const struct rpc_call *call);
 void rpc_stream_send(struct rpc_stream *stream, json_t *message); /* takes the reference; flushed at once */
 void rpc_stream_send_text(struct rpc_stream *stream, const char *json, size_t len);
 void rpc_stream_end(struct rpc_stream *stream);
@@ -103,8 +114,8 @@ struct rpc_upload {
 	void *state;
 	/* rpc.c only */
 	const struct rpc_upload_handlers *handlers;
-	struct rpc_reader *reader;
-	bool ended, done_wanted;
+	struct frame_reader reader;
+	bool ended;
 };
 void rpc_client_stream(struct envd *envd, const char *path, const struct rpc_upload_handlers *handlers);
 void rpc_upload_pause(struct rpc_upload *upload);
