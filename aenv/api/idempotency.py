@@ -41,9 +41,10 @@ class IdempotencyTable(Generic[T]):
         The operation goes on when the caller is cancelled, since others may wait for it. Raises `CodedError` 422 when
         the key came with another request.
         """
-        self._expire()
+        self._drop_old()
         entry = self._entries.get(key)
         if entry is None:
+            self._drop_old(room=1)
             entry = _Entry(fingerprint, asyncio.ensure_future(operation()), asyncio.get_running_loop().time())
             self._entries[key] = entry
             entry.outcome.add_done_callback(partial(self._forget_failed, key))
@@ -59,12 +60,12 @@ class IdempotencyTable(Generic[T]):
             if entry is not None and entry.outcome is outcome:
                 del self._entries[key]
 
-    def _expire(self) -> None:
-        """Drop what is over its lifetime, and the oldest beyond the number, with room for one more."""
+    def _drop_old(self, room: int = 0) -> None:
+        """Drop what is over its lifetime, and the oldest beyond the number less `room`."""
         horizon = asyncio.get_running_loop().time() - self._lifetime
         old: list[str] = []
         for key, entry in self._entries.items():
-            if entry.born >= horizon and len(self._entries) - len(old) < self._max_entries:
+            if entry.born >= horizon and len(self._entries) - len(old) + room <= self._max_entries:
                 break
             if entry.outcome.done():
                 old.append(key)
