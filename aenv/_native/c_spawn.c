@@ -9,7 +9,6 @@
 
 #include <errno.h>
 #include <fcntl.h>
-#include <grp.h>
 #include <linux/close_range.h>
 #include <sched.h>
 #include <signal.h>
@@ -91,7 +90,7 @@ static int run_steps(struct spawn_request *r) {
   if (r->cwd && chdir(r->cwd) < 0) return SPAWN_CWD;
   if (set_limits(r) < 0) return SPAWN_RLIMIT;
   if (r->change_user) {
-    if (syscall(SYS_setgroups, 0, NULL) < 0) return SPAWN_GROUPS;
+    if (syscall(SYS_setgroups, r->group_count, r->groups) < 0) return SPAWN_GROUPS;
     if (syscall(SYS_setresgid, r->gid, r->gid, r->gid) < 0) return SPAWN_GID;
     if (syscall(SYS_setresuid, r->uid, r->uid, r->uid) < 0) return SPAWN_UID;
   }

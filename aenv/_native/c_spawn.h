@@ -49,6 +49,8 @@ struct spawn_request {
   int change_user;
   uid_t uid;
   gid_t gid;
+  const gid_t *groups; /* supplementary */
+  int group_count;
   int no_new_privs;
   int new_session;
   /* results */

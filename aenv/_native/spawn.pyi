@@ -10,7 +10,7 @@ def spawn(
     cgroups: list[int] = ...,
     oom_score_adj: int | None = None,
     limits: list[tuple[int, int, int]] = ...,
-    user: tuple[int, int] | None = None,
+    user: tuple[int, int, tuple[int, ...]] | None = None,
     no_new_privs: bool = True,
     new_session: bool = True,
 ) -> tuple[int, int]: ...

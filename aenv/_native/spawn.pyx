@@ -37,6 +37,8 @@ cdef extern from "c_spawn.h" nogil:
         int change_user
         uid_t uid
         gid_t gid
+        const gid_t *groups
+        int group_count
         int no_new_privs
         int new_session
         int step
@@ -71,7 +73,8 @@ def spawn(
     Raises OSError whose `filename` is the path and whose text names the step that failed.
     """
     cgroups, limits = list(cgroups), list(limits)
-    if max(len(argv), len(envp), len(fds), len(cgroups), len(limits)) > LIMIT:
+    groups = [] if user is None else list(user[2])
+    if max(len(argv), len(envp), len(fds), len(cgroups), len(limits), len(groups)) > LIMIT:
         raise ValueError("too many arguments")
     cdef bytes item
     for item in (*argv, *envp, path, *(() if cwd is None else (cwd,))):
@@ -86,6 +89,7 @@ def spawn(
     cdef spawn_fd *c_fds = NULL
     cdef int *c_cgroups = NULL
     cdef spawn_limit *c_limits = NULL
+    cdef gid_t *c_groups = NULL
     cdef Py_ssize_t i
     try:
         c_argv = <char **>_zeroed(len(argv), sizeof(char *))
@@ -93,6 +97,9 @@ def spawn(
         c_fds = <spawn_fd *>_zeroed(len(fds), sizeof(spawn_fd))
         c_cgroups = <int *>_zeroed(len(cgroups), sizeof(int))
         c_limits = <spawn_limit *>_zeroed(len(limits), sizeof(spawn_limit))
+        c_groups = <gid_t *>_zeroed(len(groups), sizeof(gid_t))
+        for i in range(len(groups)):
+            c_groups[i] = groups[i]
         for i in range(len(argv)):
             c_argv[i] = <bytes>argv[i]
         for i in range(len(envp)):
@@ -117,7 +124,8 @@ def spawn(
             request.oom_score_adj = oom
         request.limits, request.limit_count = c_limits, <int>len(limits)
         request.change_user = user is not None
-        request.uid, request.gid = (0, 0) if user is None else user
+        request.uid, request.gid = (0, 0) if user is None else user[:2]
+        request.groups, request.group_count = c_groups, <int>len(groups)
         request.no_new_privs, request.new_session = no_new_privs, new_session
         with nogil:
             pid = spawn_process(&request, &pidfd)
@@ -127,6 +135,7 @@ def spawn(
         free(c_fds)
         free(c_cgroups)
         free(c_limits)
+        free(c_groups)
     if pid < 0:
         raise OSError(request.error, f"{STEPS[request.step]}: {os.strerror(request.error)}", os.fsdecode(path))
     return pid, pidfd

@@ -41,11 +41,16 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Disk:
-    """A block device image the VMM opens. `format` is `raw` or `qcow2`."""
+    """A block device image the VMM opens. `format` is `raw` or `qcow2`.
+
+    `backing` is the raw image under a qcow2 overlay. The name inside the qcow2 file is ignored: a VMM could write any
+    path there. `read_only` is for boot only: a prepared machine takes a writable disk.
+    """
 
     path: Path
     format: str
     read_only: bool = False
+    backing: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,10 +48,11 @@ Command = Sequence[str | os.PathLike[str]]
 
 @dataclass(frozen=True, slots=True)
 class User:
-    """Numeric identity of a process; its supplementary groups are empty."""
+    """Numeric identity of a process; `groups` are the supplementary ones."""
 
     uid: int
     gid: int
+    groups: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +88,18 @@ def process_start_time(pid: int) -> int:
     if fields[0] in "ZX":
         raise NotFoundError(f"process {pid} has ended")
     return int(fields[19])
+
+
+def processes_in(directory: Path) -> list[tuple[int, int]]:
+    """(pid, start time) of every process whose working directory is `directory`: how a VMM of a daemon that was killed
+    is found, because it was started with its run directory as working directory."""
+    found = []
+    for entry in os.scandir("/proc"):
+        if entry.name.isdigit():
+            with suppress(OSError, NotFoundError):
+                if os.readlink(f"/proc/{entry.name}/cwd") == str(directory.resolve()):
+                    found.append((int(entry.name), process_start_time(int(entry.name))))
+    return found
 
 
 def exit_reason(status: int | None) -> str:
@@ -233,7 +246,7 @@ def start(
                 cgroups=[opened(c / "cgroup.procs", os.O_WRONLY) for c in cgroups],
                 oom_score_adj=oom_score_adj,
                 limits=[(name, soft, hard) for name, (soft, hard) in (limits or {}).items()],
-                user=None if user is None else (user.uid, user.gid),
+                user=None if user is None else (user.uid, user.gid, user.groups),
                 no_new_privs=no_new_privs,
             )
         except OSError as error:

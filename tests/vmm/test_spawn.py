@@ -166,14 +166,14 @@ def test_child_runs_as_the_unprivileged_user(loop_run, tmp_path: Path):
     log = tmp_path / "log"
 
     async def main() -> None:
-        child = spawn(["cat", "/proc/self/status"], user=User(1_900_000_000, 1_900_000_001), log=log, oom_score_adj=500)
+        child = spawn(["cat", "/proc/self/status"], user=User(1_900_000_000, 1_900_000_001, (7, 8)), log=log, oom_score_adj=500)
         assert await child.wait() == 0
 
     loop_run(main())
     fields = dict(line.split(":\t", 1) for line in log.read_text().splitlines())
     assert set(fields["Uid"].split()) == {"1900000000"}
     assert set(fields["Gid"].split()) == {"1900000001"}
-    assert fields["Groups"].strip() == ""
+    assert fields["Groups"].split() == ["7", "8"]
     assert int(fields["CapEff"], 16) == int(fields["CapPrm"], 16) == 0
     assert fields["NoNewPrivs"] == "1"
     assert stat.S_IMODE(log.stat().st_mode) == 0o600

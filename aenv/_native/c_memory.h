@@ -1,0 +1,89 @@
+/* Guest memory in another process, and memory layers: sealed overlaybd LSMT files of page-aligned segments.
+ *
+ * c_memory_scan.c     which pages a process has written to its private mapping
+ * c_memory_layer.c    the file format: header, index and trailer, read (with all checks) and written
+ * c_memory_capture.c  dirty pages of a process into a new layer
+ * c_memory_apply.c    a layer into a process, layers into a raw image
+ *
+ * All functions return 0, or -1 with *why filled: `error` is an errno, or 0 when a layer is not valid.
+ */
+#ifndef AENV_MEMORY_H
+#define AENV_MEMORY_H
+
+#include <stdint.h>
+#include <sys/types.h>
+
+#define PAGE_BYTES 4096u
+#define SECTOR_BYTES 512u
+#define PAGE_SECTORS 8u
+#define BATCH_PAGES 256u /* what a worker handles at a time: 1 MiB */
+#define INDEX_LIMIT 1000000u /* entries; other readers of the format refuse more */
+#define MAX_THREADS 16
+
+struct memory_failure {
+  int error;
+  char text[200];
+};
+
+/* `address` is in the other process; `guest_offset` is the place in guest RAM. Bytes, page-aligned. */
+struct memory_region {
+  uint64_t address, guest_offset, length;
+};
+
+/* Pages of guest RAM: `page` counts from guest offset 0; at most BATCH_PAGES of them. */
+struct memory_piece {
+  uint64_t address;
+  uint32_t page, count;
+};
+
+struct memory_pieces {
+  struct memory_piece *items;
+  size_t count, capacity;
+};
+
+/* Sectors; `zero` hides what is below, without data of its own. */
+struct memory_segment {
+  uint64_t offset, mapped;
+  uint32_t length;
+  uint8_t zero;
+};
+
+struct memory_segments {
+  struct memory_segment *items;
+  size_t count, capacity;
+};
+
+struct memory_stats {
+  uint64_t dirty_pages;   /* found by the scan */
+  uint64_t stored_pages;  /* written to the layer */
+  uint64_t zero_pages;    /* recorded as zero over a parent that is not */
+  uint64_t equal_pages;   /* left out: what the parent (or nothing, which is zeros) has */
+  uint64_t segments;      /* entries of the index */
+  uint64_t file_bytes;
+};
+
+int memory_fail(struct memory_failure *why, int error, const char *format, ...) __attribute__((format(printf, 3, 4)));
+int memory_is_zero(const void *page);
+int memory_read_at(int fd, void *buffer, size_t length, uint64_t offset);
+int memory_write_at(int fd, const void *buffer, size_t length, uint64_t offset);
+
+int memory_scan(pid_t pid, const struct memory_region *regions, int count, int use_ioctl, struct memory_pieces *out,
+                struct memory_failure *why);
+
+int memory_segments_add(struct memory_segments *list, struct memory_segment segment);
+int memory_layer_write_header(int fd, uint64_t virtual_size, const char *uuid, struct memory_failure *why);
+/* Sorts and joins the segments, writes index and trailer at `data_end`; sets *file_bytes. */
+int memory_layer_seal(int fd, uint64_t virtual_size, const char *uuid, uint64_t data_end, struct memory_segments *list,
+                      uint64_t *file_bytes, struct memory_failure *why);
+/* Reads the index of a sealed layer for a memory of `virtual_size` bytes and checks every field. */
+int memory_layer_read(int fd, uint64_t virtual_size, struct memory_segments *out, struct memory_failure *why);
+
+int memory_capture(pid_t pid, const struct memory_region *regions, int count, uint64_t virtual_size, int parent_fd,
+                   int out_fd, int threads, int use_ioctl, const char *uuid, struct memory_stats *stats,
+                   struct memory_failure *why);
+int memory_apply(int layer_fd, pid_t pid, const struct memory_region *regions, int count, uint64_t virtual_size,
+                 int threads, uint64_t *pages, struct memory_failure *why);
+int memory_write_image(const int *layer_fds, int layers, int parent_fd, int out_fd, uint64_t virtual_size,
+                       struct memory_failure *why);
+
+#endif

@@ -1,0 +1,241 @@
+/* Dirty pages of a stopped guest into a new layer. Workers take batches of pages, read them from the other process,
+ * leave out what the parent image already says, and write the rest where an atomic counter tells them to: data in the
+ * file has no order, the index is sorted at the end.
+ */
+#define _GNU_SOURCE
+#include "c_memory.h"
+
+#include <errno.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/uio.h>
+
+#define DATA_START 4096u
+
+struct job {
+  pid_t pid;
+  int parent_fd, out_fd;
+  struct memory_pieces pieces;
+  _Atomic uint64_t next_byte; /* end of the data in the file so far */
+  pthread_mutex_t lock;       /* over all below */
+  size_t next_piece;
+  int failed;
+  struct memory_failure why;
+};
+
+struct worker {
+  struct job *job;
+  pthread_t thread;
+  struct memory_segments segments;
+  struct memory_stats stats;
+  char *pages, *parent; /* a batch each */
+  uint32_t numbers[BATCH_PAGES]; /* guest page of each page of the batch */
+};
+
+static int next_batch(struct job *job, size_t *first, size_t *end) {
+  pthread_mutex_lock(&job->lock);
+  size_t at = job->next_piece, pages = 0;
+  *first = at;
+  while (!job->failed && at < job->pieces.count && pages + job->pieces.items[at].count <= BATCH_PAGES)
+    pages += job->pieces.items[at++].count;
+  *end = job->next_piece = at;
+  pthread_mutex_unlock(&job->lock);
+  return *end > *first;
+}
+
+static void report(struct job *job, const struct memory_failure *why) {
+  pthread_mutex_lock(&job->lock);
+  if (!job->failed) job->why = *why;
+  job->failed = 1;
+  pthread_mutex_unlock(&job->lock);
+}
+
+/* Fills `pages` and `numbers`; returns how many, or -1. */
+static int read_batch(struct worker *w, size_t first, size_t end, struct memory_failure *why) {
+  struct iovec remote[BATCH_PAGES];
+  int count = 0, pages = 0;
+  for (size_t i = first; i < end; i++) {
+    const struct memory_piece *p = &w->job->pieces.items[i];
+    remote[count++] = (struct iovec){(void *)(uintptr_t)p->address, (size_t)p->count * PAGE_BYTES};
+    for (uint32_t k = 0; k < p->count; k++) w->numbers[pages++] = p->page + k;
+  }
+  struct iovec local = {w->pages, (size_t)pages * PAGE_BYTES};
+  ssize_t n = process_vm_readv(w->job->pid, &local, 1, remote, (unsigned long)count, 0);
+  if (n < 0) return memory_fail(why, errno, "process_vm_readv");
+  if ((size_t)n != local.iov_len) return memory_fail(why, EFAULT, "process_vm_readv: the mapping has changed");
+  if (w->job->parent_fd < 0) return pages;
+  for (size_t i = first, at = 0; i < end; i++) {
+    const struct memory_piece *p = &w->job->pieces.items[i];
+    size_t length = (size_t)p->count * PAGE_BYTES;
+    if (memory_read_at(w->job->parent_fd, w->parent + at, length, (uint64_t)p->page * PAGE_BYTES) < 0)
+      return memory_fail(why, errno, "read the parent image");
+    at += length;
+  }
+  return pages;
+}
+
+static int add_page(struct worker *w, uint32_t page, uint64_t mapped, int zero) {
+  struct memory_segments *list = &w->segments;
+  struct memory_segment *last = list->count ? &list->items[list->count - 1] : NULL;
+  uint64_t offset = (uint64_t)page * PAGE_SECTORS;
+  if (last && last->zero == zero && last->offset + last->length == offset && last->length < BATCH_PAGES * PAGE_SECTORS &&
+      (zero || last->mapped + last->length == mapped)) {
+    last->length += PAGE_SECTORS;
+    return 0;
+  }
+  return memory_segments_add(list, (struct memory_segment){offset, mapped, PAGE_SECTORS, (uint8_t)zero});
+}
+
+/* Sorts the pages of a batch out; `kept` gets the indices of those to be stored, in order. */
+static int choose(struct worker *w, int pages, uint32_t *kept) {
+  int stored = 0;
+  w->stats.dirty_pages += (uint64_t)pages;
+  for (int i = 0; i < pages; i++) {
+    const char *page = w->pages + (size_t)i * PAGE_BYTES;
+    const char *parent = w->parent ? w->parent + (size_t)i * PAGE_BYTES : NULL;
+    int zero = memory_is_zero(page);
+    if (parent ? memcmp(page, parent, PAGE_BYTES) == 0 : zero) {
+      w->stats.equal_pages++;
+    } else if (zero) {
+      w->stats.zero_pages++;
+      if (add_page(w, w->numbers[i], 0, 1) < 0) return -1;
+    } else {
+      kept[stored++] = (uint32_t)i;
+    }
+  }
+  w->stats.stored_pages += (uint64_t)stored;
+  return stored;
+}
+
+static int store(struct worker *w, const uint32_t *kept, int count, struct memory_failure *why) {
+  struct iovec parts[BATCH_PAGES];
+  uint64_t at = atomic_fetch_add(&w->job->next_byte, (uint64_t)count * PAGE_BYTES);
+  int used = 0;
+  for (int i = 0; i < count; i++) {
+    char *page = w->pages + (size_t)kept[i] * PAGE_BYTES;
+    if (used && (char *)parts[used - 1].iov_base + parts[used - 1].iov_len == page)
+      parts[used - 1].iov_len += PAGE_BYTES;
+    else
+      parts[used++] = (struct iovec){page, PAGE_BYTES};
+    if (add_page(w, w->numbers[kept[i]], at / SECTOR_BYTES + (uint64_t)i * PAGE_SECTORS, 0) < 0)
+      return memory_fail(why, ENOMEM, "index");
+  }
+  size_t length = (size_t)count * PAGE_BYTES;
+  ssize_t n = pwritev(w->job->out_fd, parts, used, (off_t)at);
+  if (n == (ssize_t)length) return 0;
+  if (n < 0 && errno != EINTR) return memory_fail(why, errno, "write layer");
+  /* A short write (signal, disk almost full): again page by page, which gives the real error if there is one. */
+  for (int i = 0; i < count; i++)
+    if (memory_write_at(w->job->out_fd, w->pages + (size_t)kept[i] * PAGE_BYTES, PAGE_BYTES,
+                        at + (uint64_t)i * PAGE_BYTES) < 0)
+      return memory_fail(why, errno, "write layer");
+  return 0;
+}
+
+static int handle_batch(struct worker *w, size_t first, size_t end, struct memory_failure *why) {
+  uint32_t kept[BATCH_PAGES];
+  int pages = read_batch(w, first, end, why);
+  if (pages < 0) return -1;
+  int count = choose(w, pages, kept);
+  if (count < 0) return memory_fail(why, ENOMEM, "index");
+  return count ? store(w, kept, count, why) : 0;
+}
+
+static void *work(void *argument) {
+  struct worker *w = argument;
+  size_t first, end;
+  while (next_batch(w->job, &first, &end)) {
+    struct memory_failure why;
+    if (handle_batch(w, first, end, &why) < 0) report(w->job, &why);
+  }
+  return NULL;
+}
+
+static char *new_batch(void) {
+  char *pages = mmap(NULL, BATCH_PAGES * PAGE_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  return pages == MAP_FAILED ? NULL : pages;
+}
+
+static int make_buffers(struct worker *w) {
+  w->pages = new_batch();
+  w->parent = w->job->parent_fd < 0 ? NULL : new_batch();
+  return w->pages && (w->parent || w->job->parent_fd < 0) ? 0 : -1;
+}
+
+/* The calling thread is the first worker; a thread that cannot be had is done without. */
+static int run_workers(struct job *job, struct worker *workers, int threads, struct memory_failure *why) {
+  for (int i = 0; i < threads; i++) {
+    workers[i].job = job;
+    if (make_buffers(&workers[i]) < 0) return memory_fail(why, ENOMEM, "batch");
+  }
+  int started = 1;
+  while (started < threads && pthread_create(&workers[started].thread, NULL, work, &workers[started]) == 0) started++;
+  work(&workers[0]);
+  for (int i = 1; i < started; i++) pthread_join(workers[i].thread, NULL);
+  if (job->failed) {
+    *why = job->why;
+    return -1;
+  }
+  return 0;
+}
+
+static int gather(struct worker *workers, int threads, struct memory_segments *all, struct memory_stats *stats,
+                  struct memory_failure *why) {
+  for (int i = 0; i < threads; i++) {
+    for (size_t k = 0; k < workers[i].segments.count; k++)
+      if (memory_segments_add(all, workers[i].segments.items[k]) < 0) return memory_fail(why, ENOMEM, "index");
+    stats->dirty_pages += workers[i].stats.dirty_pages;
+    stats->stored_pages += workers[i].stats.stored_pages;
+    stats->zero_pages += workers[i].stats.zero_pages;
+    stats->equal_pages += workers[i].stats.equal_pages;
+  }
+  return 0;
+}
+
+static int check_parent(int parent_fd, uint64_t virtual_size, struct memory_failure *why) {
+  struct stat status;
+  if (parent_fd < 0) return 0;
+  if (fstat(parent_fd, &status) < 0) return memory_fail(why, errno, "stat the parent image");
+  if ((uint64_t)status.st_size != virtual_size)
+    return memory_fail(why, 0, "parent image: %lld bytes, the memory has %llu", (long long)status.st_size,
+                       (unsigned long long)virtual_size);
+  return 0;
+}
+
+static int capture(struct job *job, struct worker *workers, int threads, uint64_t virtual_size, const char *uuid,
+                   struct memory_stats *stats, struct memory_failure *why) {
+  struct memory_segments all = {0};
+  int result = run_workers(job, workers, threads, why);
+  if (result == 0) result = gather(workers, threads, &all, stats, why);
+  if (result == 0) result = memory_layer_write_header(job->out_fd, virtual_size, uuid, why);
+  if (result == 0)
+    result = memory_layer_seal(job->out_fd, virtual_size, uuid, job->next_byte, &all, &stats->file_bytes, why);
+  stats->segments = all.count;
+  free(all.items);
+  return result;
+}
+
+int memory_capture(pid_t pid, const struct memory_region *regions, int count, uint64_t virtual_size, int parent_fd,
+                   int out_fd, int threads, int use_ioctl, const char *uuid, struct memory_stats *stats,
+                   struct memory_failure *why) {
+  struct job job = {.pid = pid, .parent_fd = parent_fd, .out_fd = out_fd, .lock = PTHREAD_MUTEX_INITIALIZER};
+  job.next_byte = DATA_START;
+  memset(stats, 0, sizeof *stats);
+  if (check_parent(parent_fd, virtual_size, why) < 0) return -1;
+  int result = memory_scan(pid, regions, count, use_ioctl, &job.pieces, why);
+  struct worker *workers = calloc((size_t)threads, sizeof *workers);
+  if (result == 0 && !workers) result = memory_fail(why, ENOMEM, "workers");
+  if (result == 0) result = capture(&job, workers, threads, virtual_size, uuid, stats, why);
+  for (int i = 0; workers && i < threads; i++) {
+    if (workers[i].pages) munmap(workers[i].pages, BATCH_PAGES * PAGE_BYTES);
+    if (workers[i].parent) munmap(workers[i].parent, BATCH_PAGES * PAGE_BYTES);
+    free(workers[i].segments.items);
+  }
+  free(workers);
+  free(job.pieces.items);
+  return result;
+}

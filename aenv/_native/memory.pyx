@@ -1,0 +1,191 @@
+"""Cython shell of c_memory*.c: guest memory of another process, and memory layers. All work is done without the GIL."""
+
+from libc.stdint cimport uint8_t, uint32_t, uint64_t
+from libc.stdlib cimport calloc, free
+from posix.types cimport pid_t
+
+import os
+
+
+cdef extern from "c_memory.h" nogil:
+    enum:
+        PAGE_BYTES
+        SECTOR_BYTES
+        MAX_THREADS
+
+    struct memory_failure:
+        int error
+        char text[200]
+
+    struct memory_region:
+        uint64_t address
+        uint64_t guest_offset
+        uint64_t length
+
+    struct memory_segment:
+        uint64_t offset
+        uint64_t mapped
+        uint32_t length
+        uint8_t zero
+
+    struct memory_segments:
+        memory_segment *items
+        size_t count
+        size_t capacity
+
+    struct memory_stats:
+        uint64_t dirty_pages
+        uint64_t stored_pages
+        uint64_t zero_pages
+        uint64_t equal_pages
+        uint64_t segments
+        uint64_t file_bytes
+
+    int memory_layer_read(int fd, uint64_t virtual_size, memory_segments *out, memory_failure *why)
+    int memory_capture(
+        pid_t pid, const memory_region *regions, int count, uint64_t virtual_size, int parent_fd, int out_fd,
+        int threads, int use_ioctl, const char *uuid, memory_stats *stats, memory_failure *why)
+    int memory_apply(
+        int layer_fd, pid_t pid, const memory_region *regions, int count, uint64_t virtual_size, int threads,
+        uint64_t *pages, memory_failure *why)
+    int memory_write_image(
+        const int *layer_fds, int layers, int parent_fd, int out_fd, uint64_t virtual_size, memory_failure *why)
+
+
+NO_UUID = "00000000-0000-0000-0000-000000000000"
+# Page numbers are 32 bits wide.
+MEMORY_LIMIT = 1 << 43
+
+
+class LayerError(ValueError):
+    """A memory layer (or its parent image) is not valid; the text names the field. Nothing was changed."""
+
+
+cdef _raise(memory_failure *why):
+    text = why.text.decode("utf-8", "replace")
+    if why.error == 0:
+        raise LayerError(text)
+    raise OSError(why.error, f"{text}: {os.strerror(why.error)}")
+
+
+cdef int _threads(threads) except -1:
+    if not 1 <= threads <= MAX_THREADS:
+        raise ValueError(f"threads must be 1 to {MAX_THREADS}, got {threads}")
+    return threads
+
+
+cdef uint64_t _size(size) except 0:
+    if not 0 < size <= MEMORY_LIMIT or size % PAGE_BYTES:
+        raise ValueError(f"memory of {size} bytes is not a positive number of pages")
+    return size
+
+
+cdef memory_region *_regions(list regions, uint64_t size) except NULL:
+    """Regions as (address, guest_offset, length): inside the memory, page-aligned and not overlapping."""
+    if not 0 < len(regions) <= 4096:
+        raise ValueError(f"{len(regions)} memory regions")
+    end = 0
+    for address, offset, length in sorted(regions, key=lambda region: region[1]):
+        if address % PAGE_BYTES or offset % PAGE_BYTES or length % PAGE_BYTES or address <= 0 or length <= 0:
+            raise ValueError("memory regions must be page-aligned")
+        if offset < end or offset + length > size:
+            raise ValueError("memory regions overlap or are beyond the memory")
+        end = offset + length
+    cdef memory_region *result = <memory_region *>calloc(len(regions), sizeof(memory_region))
+    if result == NULL:
+        raise MemoryError
+    cdef Py_ssize_t i
+    try:
+        for i in range(len(regions)):
+            result[i].address, result[i].guest_offset, result[i].length = regions[i]
+    except BaseException:
+        free(result)
+        raise
+    return result
+
+
+def capture(
+    pid_t pid, list regions not None, size, int parent_fd, int out_fd, *, threads=2, str uuid=NO_UUID,
+    bint scan_by_ioctl=True,
+):
+    """Write all pages that process `pid` has changed in its private mapping to the empty file `out_fd`.
+
+    Returns a dict of counts, see `struct memory_stats`. `parent_fd` is the image that was mapped, or -1 for zeros.
+    """
+    cdef bytes name = uuid.encode("ascii")
+    if len(name) != 36:
+        raise ValueError(f"{uuid!r} is not a UUID")
+    cdef uint64_t c_size = _size(size)
+    cdef int c_threads = _threads(threads), count = <int>len(regions), result
+    cdef memory_stats stats
+    cdef memory_failure why
+    cdef const char *c_name = name
+    cdef memory_region *c_regions = _regions(regions, c_size)
+    with nogil:
+        result = memory_capture(
+            pid, c_regions, count, c_size, parent_fd, out_fd, c_threads, scan_by_ioctl, c_name, &stats, &why)
+        free(c_regions)
+    if result < 0:
+        _raise(&why)
+    return stats
+
+
+def apply(int layer_fd, pid_t pid, list regions not None, size, *, threads=2):
+    """Write the pages of a layer into the memory of process `pid`; returns their number.
+
+    Every field of the layer is checked before the first page is written.
+    """
+    cdef uint64_t c_size = _size(size), pages = 0
+    cdef int c_threads = _threads(threads), count = <int>len(regions), result
+    cdef memory_failure why
+    cdef memory_region *c_regions = _regions(regions, c_size)
+    with nogil:
+        result = memory_apply(layer_fd, pid, c_regions, count, c_size, c_threads, &pages, &why)
+        free(c_regions)
+    if result < 0:
+        _raise(&why)
+    return pages
+
+
+def write_image(list layer_fds not None, size, int parent_fd, int out_fd):
+    """Write the memory that layers (lowest first) over a parent image (-1: zeros) show to a sparse raw file."""
+    cdef uint64_t c_size = _size(size)
+    cdef int count = <int>len(layer_fds), result, i
+    cdef memory_failure why
+    cdef int *c_fds = <int *>calloc(count + 1, sizeof(int))
+    if c_fds == NULL:
+        raise MemoryError
+    try:
+        for i in range(count):
+            c_fds[i] = layer_fds[i]
+        with nogil:
+            result = memory_write_image(c_fds, count, parent_fd, out_fd, c_size, &why)
+    finally:
+        free(c_fds)
+    if result < 0:
+        _raise(&why)
+
+
+def segments(int layer_fd, size):
+    """The checked index of a layer: (guest offset, length, file offset or None for zeros), all in bytes."""
+    cdef uint64_t c_size = _size(size)
+    cdef memory_segments found
+    cdef memory_failure why
+    cdef int result
+    cdef size_t i
+    found.items, found.count, found.capacity = NULL, 0, 0
+    with nogil:
+        result = memory_layer_read(layer_fd, c_size, &found, &why)
+    try:
+        if result < 0:
+            _raise(&why)
+        return [
+            (
+                found.items[i].offset * SECTOR_BYTES,
+                found.items[i].length * SECTOR_BYTES,
+                None if found.items[i].zero else found.items[i].mapped * SECTOR_BYTES,
+            )
+            for i in range(found.count)
+        ]
+    finally:
+        free(found.items)

@@ -1,0 +1,525 @@
+"""QEMU as VMM: one `microvm` machine with a disk and a network card, with KVM or with software emulation.
+
+Everything QEMU works on is opened here and handed over as a descriptor, so the process needs no rights to any path: it
+runs as a uid that no other process has, under seccomp. The facts that shape this file are in docs/vmm.md.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import contextlib
+import json
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from aenv.errors import AenvError, ConflictError, InvalidInputError, UnavailableError, VmmError
+from aenv.vmm import qmp
+from aenv.vmm.base import Disk, Exit, Machine, MemoryRegion, Nic, Vm, Vmm, VmmKind, VmState
+from aenv.vmm.spawn import Process, User, exit_reason, find_binary, run, spawn
+
+BINARY = "qemu-system-x86_64"
+SOCKET_NAME = "qmp.sock"
+LOG_NAME = "qemu.log"
+DISK_NODE = "disk"  # the node the disk device looks at; what is below it is exchanged by attach_disk
+PAGE = 4096
+# A guest may write to its console without end: QEMU keeps the last bytes and drops the rest.
+SERIAL_RING = 64 << 10
+TRANSLATION_CACHE_MIB = 256  # a bound on what emulated code costs per machine; QEMU's own is 1 GiB
+
+# A uid for each machine, drawn at random from a range that systemd's uid table leaves unused. The first number of the
+# range is their common group: it may read (and, see docs/vmm.md, open for writing) shared memory images.
+UID_BASE = 0x7000_0000
+UID_COUNT = 0x0FFF_FFFF
+GROUP = UID_BASE
+
+_VERSION = re.compile(r"version (\d+\.\d+\.\d+)")
+_STATES = {
+    "running": VmState.RUNNING,
+    "paused": VmState.PAUSED,
+    "prelaunch": VmState.PAUSED,
+    "suspended": VmState.RUNNING,
+    "inmigrate": VmState.PREPARED,
+}
+
+
+def _new_user(kind: VmmKind) -> User | None:
+    """None when we are not root and cannot change identity."""
+    if os.geteuid() != 0:
+        return None
+    groups = (os.stat("/dev/kvm").st_gid,) if kind is VmmKind.QEMU_KVM else ()
+    return User(UID_BASE + 1 + secrets.randbelow(UID_COUNT - 1), GROUP, groups)
+
+
+def _grant(fd: int, user: User | None, bits: int) -> None:
+    """Let QEMU open the file behind `fd` again by `/proc/self/fd`, which checks the file's mode but no directory.
+
+    `bits` are permission bits for "others" (4 read, 2 write); they are given to the machines' group.
+    """
+    status = os.fstat(fd)
+    if user is None or status.st_mode & bits == bits:
+        return
+    if status.st_gid != user.gid:
+        os.fchown(fd, -1, user.gid)
+    if status.st_mode & (bits << 3) != bits << 3:
+        os.fchmod(fd, (status.st_mode & 0o7777) | bits << 3)
+
+
+def _open_image(path: Path, flags: int) -> int:
+    try:
+        return os.open(path, flags | os.O_CLOEXEC)
+    except OSError as error:
+        raise VmmError(f"cannot open {path}: {error.strerror}") from error
+
+
+class QemuVmm(Vmm):
+    """Starts machines with the distribution's QEMU. Use `await QemuVmm.detect(kind)`."""
+
+    def __init__(self, kind: VmmKind, *, version: str, binary: Path, read_only_image: bool = False) -> None:
+        if kind not in (VmmKind.QEMU_TCG, VmmKind.QEMU_KVM):
+            raise InvalidInputError("kind", f"{kind} is not a kind of QEMU")
+        self.kind = kind
+        self.version = version
+        self._binary = binary
+        self._read_only_image = read_only_image
+
+    @classmethod
+    async def detect(cls, kind: VmmKind) -> QemuVmm:
+        """Find QEMU and ask what it can do. Raises UnavailableError when it is missing or too old."""
+        binary = find_binary(BINARY)
+        text = (await run([binary, "-version"])).stdout.decode(errors="replace")
+        match = _VERSION.search(text)
+        if match is None:
+            raise UnavailableError(f"{binary} does not tell its version: {text[:200]!r}")
+        version = match[1]
+        if tuple(map(int, version.split("."))) < (7, 0, 0):
+            raise UnavailableError(f"{binary} is version {version}", hint="7.0 or newer is needed")
+        # Newer versions (8.2 on) can map an image privately that they have opened read-only.
+        options = (await run([binary, "-object", "memory-backend-file,help"], check=False)).stdout
+        return cls(kind, version=version, binary=binary, read_only_image=b"rom=" in options)
+
+    @property
+    def cpu_model(self) -> str:
+        """What `-cpu` gets; a snapshot needs the same."""
+        return "max" if self.kind is VmmKind.QEMU_TCG else "host"
+
+    async def boot(self, machine: Machine, *, memory_image: Path, disk: Disk, nic: Nic | None, run_dir: Path) -> Vm:
+        return await self._start(machine, memory_image, disk, nic, run_dir)
+
+    async def prepare(self, machine: Machine, *, memory_image: Path, nic: Nic | None, run_dir: Path) -> Vm:
+        return await self._start(machine, memory_image, None, nic, run_dir)
+
+    async def adopt(self, pid: int, start_time: int, run_dir: Path) -> Vm:
+        process = Process.adopt(pid, start_time)
+        vm = QemuVm(self.kind, process, run_dir)
+        try:
+            await vm.connect()
+            await vm.learn()
+        except BaseException:
+            await vm.detach()
+            raise
+        return vm
+
+    async def _start(
+        self, machine: Machine, memory_image: Path, disk: Disk | None, nic: Nic | None, run_dir: Path
+    ) -> QemuVm:
+        """With a disk: cold boot. Without: wait for a device state."""
+        user = _new_user(self.kind)
+        size = machine.memory_mib << 20
+        run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            with ExitStack() as stack:
+                inherited: dict[int, int] = {}
+
+                def give(fd: int) -> int:
+                    """The child sees it under the same number."""
+                    inherited[fd] = fd
+                    return fd
+
+                def opened(path: Path, flags: int) -> int:
+                    fd = _open_image(path, flags)
+                    stack.callback(os.close, fd)
+                    return give(fd)
+
+                listener = stack.enter_context(qmp.bind(run_dir, SOCKET_NAME))
+                ram = opened(memory_image, os.O_RDONLY if self._read_only_image else os.O_RDWR)
+                status = os.fstat(ram)
+                if status.st_size != size:
+                    raise VmmError(f"{memory_image} has {status.st_size} bytes, the machine {size}")
+                _grant(ram, user, 4 if self._read_only_image else 6)
+                arguments = self._machine_arguments(machine, ram, give(listener.fileno()))
+                if nic is not None:
+                    arguments += _nic_arguments(nic, give(nic.tap_fd))
+                if disk is None:
+                    arguments += _waiting_arguments()
+                else:
+                    kernel, initrd = opened(machine.kernel, os.O_RDONLY), opened(machine.initrd, os.O_RDONLY)
+                    for fd in (kernel, initrd):
+                        _grant(fd, user, 4)
+                    arguments += _boot_arguments(machine, kernel, initrd)
+                    arguments += _disk_arguments(disk, opened)
+                process = spawn(
+                    [self._binary, *arguments], fds=inherited, cwd=run_dir, user=user, log=run_dir / LOG_NAME
+                )
+                vm = QemuVm(self.kind, process, run_dir)
+                vm.image = (ram, size)
+            try:
+                await vm.connect()
+                if disk is None:
+                    await vm.expect_state()
+                else:
+                    vm.state = VmState.RUNNING
+            except BaseException:
+                await vm.kill()
+                raise
+        except BaseException:
+            shutil.rmtree(run_dir, ignore_errors=True)
+            raise
+        return vm
+
+    def _machine_arguments(self, machine: Machine, ram: int, monitor: int) -> list[str]:
+        accel = f"tcg,thread=multi,tb-size={TRANSLATION_CACHE_MIB}" if self.kind is VmmKind.QEMU_TCG else "kvm"
+        access = "readonly=on,rom=off," if self._read_only_image else ""
+        return [
+            "-M", "microvm,acpi=on,rtc=on,isa-serial=on,memory-backend=ram,suppress-vmdesc=on",
+            "-accel", accel,
+            "-cpu", self.cpu_model,
+            "-smp", str(machine.vcpus),
+            "-m", f"{machine.memory_mib}M",
+            # No balloon and no free-page reporting: QEMU gives back RAM by punching holes into the shared image.
+            "-object", f"memory-backend-file,id=ram,size={machine.memory_mib}M,mem-path=/proc/self/fd/{ram},"
+                       f"share=off,{access}merge=off,reserve=off",
+            "-nodefaults", "-no-user-config", "-display", "none",
+            "-sandbox", "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny",
+            # A guest that ends leaves its process behind, so that its last words can be read.
+            "-action", "reboot=shutdown,shutdown=pause,panic=pause",
+            "-chardev", f"ringbuf,id=serial,size={SERIAL_RING}", "-serial", "chardev:serial",
+            "-chardev", f"socket,id=qmp,fd={monitor},server=on,wait=off", "-mon", "chardev=qmp,mode=control",
+        ]  # fmt: skip
+
+
+def _nic_arguments(nic: Nic, fd: int) -> list[str]:
+    return ["-netdev", f"tap,id=net,fd={fd},vhost=off", "-device", f"virtio-net-device,netdev=net,mac={nic.mac}"]
+
+
+def _boot_arguments(machine: Machine, kernel: int, initrd: int) -> list[str]:
+    return [
+        "-kernel", f"/proc/self/fd/{kernel}", "-initrd", f"/proc/self/fd/{initrd}", "-append", machine.cmdline,
+    ]  # fmt: skip
+
+
+def _waiting_arguments() -> list[str]:
+    """A machine that waits for device state needs no kernel (it is in RAM) and has a stand-in for its disk."""
+    nothing = {"driver": "raw", "node-name": DISK_NODE, "file": {"driver": "null-co", "read-zeroes": True}}
+    return [
+        "-S", "-incoming", "defer", "-global", "migration.send-configuration=off",
+        "-blockdev", json.dumps(nothing), "-device", f"virtio-blk-device,drive={DISK_NODE}",
+    ]  # fmt: skip
+
+
+def _disk_arguments(disk: Disk, opened: Callable[[Path, int], int]) -> list[str]:
+    arguments: list[str] = []
+
+    def fdset(path: Path, flags: int) -> str:
+        number = len(arguments) // 2 + 1
+        arguments.extend(["-add-fd", f"fd={opened(path, flags)},set={number}"])
+        return f"/dev/fdset/{number}"
+
+    top = {"driver": "raw", "node-name": DISK_NODE, "read-only": disk.read_only, "file": _disk_nodes(disk, fdset)}
+    return [*arguments, "-blockdev", json.dumps(top), "-device", f"virtio-blk-device,drive={DISK_NODE}"]
+
+
+def _disk_nodes(disk: Disk, fdset: Callable[[Path, int], str]) -> dict[str, Any]:
+    """The block graph of an image, below the node of the device. `fdset` hands a file over and names it."""
+
+    def file(path: Path, read_only: bool) -> dict[str, Any]:
+        return {
+            "driver": "file",
+            "filename": fdset(path, os.O_RDONLY if read_only else os.O_RDWR),
+            "read-only": read_only,
+            "locking": "off",  # a lock would need the file opened by QEMU itself
+            "discard": "unmap",
+            "detect-zeroes": "off",
+        }
+
+    match disk.format:
+        case "raw":
+            return file(disk.path, disk.read_only)
+        case "qcow2":
+            below = None
+            if disk.backing is not None:
+                below = {"driver": "raw", "read-only": True, "file": file(disk.backing, True)}
+            return {
+                "driver": "qcow2",
+                "read-only": disk.read_only,
+                "discard": "unmap",
+                "file": file(disk.path, disk.read_only),
+                "backing": below,
+            }
+    raise InvalidInputError("disk.format", f"expected raw or qcow2, got {disk.format!r}")
+
+
+class QemuVm(Vm):
+    """One QEMU process. It is ended by us only: `exited` is set when the process is gone."""
+
+    def __init__(self, kind: VmmKind, process: Process, run_dir: Path) -> None:
+        self.kind = kind
+        self.pid = process.pid
+        self.start_time = process.start_time
+        self.run_dir = run_dir
+        self.state = VmState.PREPARED
+        self.image: tuple[int, int] | None = None  # number of QEMU's descriptor of the memory image, and its size
+        self.exited = asyncio.get_running_loop().create_future()
+        self._process = process
+        self._qmp: qmp.Qmp | None = None
+        self._serial = bytearray()
+        self._reason = ""  # why we end the process, when we do
+        self._ending: asyncio.Task[None] | None = None
+        self._migration: asyncio.Future[None] | None = None
+        self._broken = ""  # why no command may be sent any more
+        process.exited.add_done_callback(self._process_exited)
+
+    # Connection
+
+    async def connect(self) -> None:
+        """Connect to the monitor; a process that ends meanwhile gives its log as the error."""
+        try:
+            self._qmp = await qmp.Qmp.connect(
+                self.run_dir / SOCKET_NAME, on_event=self._on_event, on_close=self._monitor_closed
+            )
+        except VmmError as error:
+            if "closed the connection" in error.message:
+                await self._process.wait()
+                raise VmmError(f"QEMU {exit_reason(self._process.exited.result())}: {self._log_tail()}") from error
+            raise
+
+    async def learn(self) -> None:
+        """After adopt: find out the state and the memory image of a process that somebody else started."""
+        status = await self._command("query-status")
+        name = status.get("status") if isinstance(status, dict) else None
+        if name not in _STATES:
+            raise VmmError(f"QEMU {self.pid} is in state {name!r}")
+        self.state = _STATES[name]
+        path = await self._command("qom-get", {"path": "/objects/ram", "property": "mem-path"})
+        size = await self._command("qom-get", {"path": "/objects/ram", "property": "size"})
+        number = re.fullmatch(r"/proc/self/fd/(\d+)", path) if isinstance(path, str) else None
+        if number is None or not isinstance(size, int):
+            raise VmmError(f"QEMU {self.pid} has its memory at {path!r}: it is not one of ours")
+        self.image = (int(number[1]), size)
+
+    async def expect_state(self) -> None:
+        """PREPARED: have the end of `load_state` reported by an event."""
+        await self._command("migrate-set-capabilities", {"capabilities": [{"capability": "events", "state": True}]})
+
+    async def _command(
+        self, command: str, arguments: dict[str, Any] | None = None, *, fd: int = -1, timeout: float = 10
+    ) -> Any:
+        if self._qmp is None or self.state is VmState.EXITED:
+            raise VmmError(f"{command}: the machine has ended")
+        return await self._qmp.execute(command, arguments, fd=fd, timeout=timeout)
+
+    def _require(self, *states: VmState) -> None:
+        if self.state not in states:
+            wanted = " or ".join(s.value for s in states)
+            raise ConflictError(f"the machine is {self.state.value}, not {wanted}")
+
+    # Events
+
+    def _on_event(self, name: str, data: dict[str, Any]) -> None:
+        match name:
+            case "SHUTDOWN" if data.get("guest") is True:
+                self._end(f"the guest shut down ({data.get('reason', 'unknown')})")
+            case "GUEST_PANICKED":
+                self._end("the guest kernel panicked")
+            case "MIGRATION" if self._migration is not None and not self._migration.done():
+                if data.get("status") == "completed":
+                    self._migration.set_result(None)
+                elif data.get("status") == "failed":
+                    self._migration.set_exception(VmmError("the device state does not fit this machine"))
+
+    def _monitor_closed(self) -> None:
+        """Without a monitor a machine is out of control: it is ended (usually the process has just died)."""
+        self._end("the monitor connection broke")
+
+    def _end(self, reason: str) -> None:
+        if self._ending is None and self.state is not VmState.EXITED:
+            self._ending = asyncio.get_running_loop().create_task(self._end_process(reason))
+
+    async def _end_process(self, reason: str) -> None:
+        with contextlib.suppress(AenvError):
+            await self._read_serial()
+        if self._process.alive:
+            self._reason = self._reason or reason
+        await self._process.kill()
+
+    def _process_exited(self, exited: asyncio.Future[int | None]) -> None:
+        if exited.cancelled():
+            self.exited.cancel()
+            return
+        self.state = VmState.EXITED
+        if self._qmp is not None:
+            self._qmp.close("the VMM process has ended")
+        reason = self._reason
+        if not reason:
+            log = self._log_tail()
+            reason = f"QEMU {exit_reason(exited.result())}" + (f": {log}" if log else "")
+        if self._migration is not None and not self._migration.done():
+            self._migration.set_exception(VmmError(reason))
+        if not self.exited.done():
+            self.exited.set_result(Exit(reason, self._serial_text(4096)))
+
+    def _log_tail(self) -> str:
+        try:
+            return (self.run_dir / LOG_NAME).read_bytes()[-1000:].decode(errors="replace").strip()
+        except OSError:
+            return ""
+
+    # Life of a machine
+
+    async def attach_disk(self, disk: Disk) -> None:
+        self._require(VmState.PREPARED)
+        if disk.read_only:
+            raise InvalidInputError("disk.read_only", "a prepared machine takes a writable disk")
+        with ExitStack() as stack:
+            given: list[tuple[int, int]] = []
+
+            def fdset(path: Path, flags: int) -> str:
+                fd = _open_image(path, flags)
+                stack.callback(os.close, fd)
+                given.append((len(given) + 1, fd))
+                return f"/dev/fdset/{len(given)}"
+
+            nodes = _disk_nodes(disk, fdset)
+            # Sent in one go: QEMU answers in order, so nothing is gained by waiting in between.
+            await _together(
+                *(self._command("add-fd", {"fdset-id": number}, fd=fd) for number, fd in given),
+                self._command("blockdev-add", {**nodes, "node-name": "image"}),
+                self._command(
+                    "blockdev-reopen", {"options": [{"driver": "raw", "node-name": DISK_NODE, "file": "image"}]}
+                ),
+            )
+
+    async def load_state(self, state: Path) -> None:
+        self._require(VmState.PREPARED)
+        fd = _open_image(state, os.O_RDONLY)
+        self._migration = asyncio.get_running_loop().create_future()
+        try:
+            await _together(
+                self._command("getfd", {"fdname": "state"}, fd=fd),
+                self._command("migrate-incoming", {"uri": "fd:state"}),
+            )
+            async with asyncio.timeout(20):
+                await self._migration
+        except TimeoutError:
+            raise VmmError(f"QEMU did not load the device state {state} within 20 s") from None
+        finally:
+            os.close(fd)
+            self._migration = None
+        self.state = VmState.PAUSED
+
+    async def pause(self) -> None:
+        self._require(VmState.RUNNING, VmState.PAUSED)
+        if self.state is VmState.RUNNING:
+            # Drains and flushes the disk: what the guest has written may have to reach a slow disk.
+            await self._command("stop", timeout=120)
+            self.state = VmState.PAUSED
+
+    async def resume(self) -> None:
+        self._require(VmState.PAUSED)
+        await self._command("cont")
+        self.state = VmState.RUNNING
+
+    async def save_state(self, state: Path) -> None:
+        self._require(VmState.PAUSED)
+        # QEMU's open of /dev/fdset/N takes only a descriptor of exactly the mode it asks for.
+        fd = os.open(state, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            added = await self._command("add-fd", fd=fd)
+            number = added.get("fdset-id") if isinstance(added, dict) else None
+            if not isinstance(number, int):
+                raise VmmError(f"add-fd: unexpected answer {added!r}")
+            try:
+                # live=false keeps the disk active: the machine may go on.
+                await self._command(
+                    "xen-save-devices-state", {"filename": f"/dev/fdset/{number}", "live": False}, timeout=60
+                )
+            finally:
+                await self._command("remove-fd", {"fdset-id": number})
+            if os.fstat(fd).st_size == 0:
+                raise VmmError("QEMU saved an empty device state")
+        except BaseException:
+            state.unlink(missing_ok=True)
+            raise
+        finally:
+            os.close(fd)
+
+    async def memory_regions(self) -> list[MemoryRegion]:
+        if self.image is None or self.state is VmState.EXITED:
+            raise VmmError("the machine has ended")
+        number, size = self.image
+        try:
+            # Compared by name: device and inode in `maps` are not those of stat() on overlayfs and btrfs.
+            name = os.readlink(f"/proc/{self.pid}/fd/{number}").replace("\n", "\\012")
+            maps = Path(f"/proc/{self.pid}/maps").read_text(errors="surrogateescape")
+        except OSError as error:
+            raise VmmError(f"cannot read the memory map of QEMU {self.pid}: {error.strerror}") from error
+        regions, covered = [], 0
+        for line in maps.splitlines():
+            span, mode, offset, _device, _inode, *path = line.split(maxsplit=5)
+            if path == [name] and mode[1] == "w" and mode[3] == "p":
+                start, end = (int(x, 16) for x in span.split("-"))
+                regions.append(MemoryRegion(self.pid, start, int(offset, 16), end - start))
+                covered += end - start
+        if covered != size:
+            raise VmmError(f"QEMU maps {covered} of {size} bytes of its memory image")
+        return regions
+
+    async def _read_serial(self) -> None:
+        """Move what the ring has into `_serial`: reading empties it."""
+        if self._qmp is None:
+            return
+        arguments = {"device": "serial", "size": SERIAL_RING, "format": "base64"}
+        text: str = await self._qmp.query("ringbuf-read", str, arguments)
+        try:
+            self._serial += base64.b64decode(text, validate=True)
+        except binascii.Error as error:
+            raise VmmError(f"ringbuf-read: {error}") from error
+        del self._serial[:-SERIAL_RING]
+
+    def _serial_text(self, limit: int) -> str:
+        return bytes(self._serial[-limit:]).decode(errors="replace") if limit > 0 else ""
+
+    async def serial_tail(self, limit: int = 4096) -> str:
+        if self.state is not VmState.EXITED:
+            await self._read_serial()
+        return self._serial_text(limit)
+
+    async def kill(self) -> None:
+        if self._process.alive:
+            self._reason = self._reason or "killed"
+        await self._process.kill()
+        if self._ending is not None:
+            await self._ending
+        shutil.rmtree(self.run_dir, ignore_errors=True)
+
+    async def detach(self) -> None:
+        if self._ending is not None:
+            await self._ending
+        if self._qmp is not None:
+            self._qmp.close()
+        if self._process.alive:
+            self._process.detach()
+
+
+async def _together(*commands: Any) -> None:
+    """Run commands that were sent back to back; the first error in their order is raised when all have answered."""
+    for result in await asyncio.gather(*commands, return_exceptions=True):
+        if isinstance(result, BaseException):
+            raise result
