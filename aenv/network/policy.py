@@ -3,8 +3,8 @@
 A slot's namespace holds two tables. `netdev aenv` sees every frame the guest sends before anything else does and drops
 what does not carry the guest's own addresses. `inet aenv` holds the rules of docs/network.md for IPv4 and IPv6.
 
-Only the chains `resolvers` and `addresses` change when a policy does: their rules and anonymous sets are exchanged in
-one transaction, and no hook is registered anew, so no packet meets half a policy or none.
+Only the chains `resolvers` and `addresses` change when a policy does: their rules are exchanged in one transaction, and
+no hook is registered anew, so no packet meets half a policy or none.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from aenv.errors import InvalidInputError
 from aenv.network.base import GUEST_ADDRESS, GUEST_ADDRESS6, GUEST_MAC, TAP_NAME, Policy
@@ -90,11 +91,12 @@ def parse_resolvers(field: str, entries: Sequence[object]) -> list[_Network]:
 
 def validate(policy: Policy) -> None:
     """Raises InvalidInputError for the first bad entry."""
-    render_policy(policy)
+    render_policy(policy, 0)
 
 
 def render_base() -> str:
-    """Both tables, made anew with the default policy. One transaction; also right when older tables exist."""
+    """Both tables, made anew with the default policy (generation 0). Also right when older tables exist."""
+    default = render_policy(Policy(), 0)
     return f"""
 table inet aenv
 delete table inet aenv
@@ -158,44 +160,71 @@ table inet aenv {{
         oifname "{UPLINK_DEVICE}" masquerade
     }}
 }}
-{render_policy(Policy())}"""
+{default.fill}{default.switch}"""
 
 
-def render_policy(policy: Policy) -> str:
-    """Exchange the rules of the chains `resolvers` and `addresses`.
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A policy as two transactions: `fill` makes sets that no rule uses yet, `switch` exchanges the rules.
+
+    One transaction would do on paper. But while the kernel commits it there are moments in which a lookup in a new
+    interval set finds nothing (6.18: some packets of 100,000 slipped past a deny list), so the sets must be whole
+    before a rule refers to them.
+    """
+
+    fill: str
+    switch: str
+
+
+def render_policy(policy: Policy, generation: int) -> Change:
+    """Rules of the chains `resolvers` and `addresses`. `generation` (0 or 1) must be the one that is not in force.
 
     Matches look at the destination of the flow's first packet (`ct original`), so they hold for packets of both
-    directions, and a flow that is now denied ends at once.
-
-    Raises InvalidInputError for a bad entry.
+    directions, and a flow that is now denied ends at once. Raises InvalidInputError for a bad entry.
     """
     allow = parse_networks("allow", policy.allow)
     deny = parse_networks("deny", policy.deny)
     resolvers = parse_resolvers("dns", policy.dns)
     if any(n.version == 4 and n.prefixlen == 0 for n in deny):
         deny.append(ipaddress.ip_network("::/0"))  # "all traffic" in the E2B API, which knows IPv4 only
-    addresses = [*_matches(allow, "accept"), *_matches(deny, "goto refuse")]
-    addresses.append("accept" if policy.internet else "goto refuse")
-    chains = {"resolvers": [*_matches(resolvers, "return"), "goto refuse"], "addresses": addresses}
-    return "".join(
-        [
-            *(f"flush chain inet aenv {chain}\n" for chain in chains),
-            *(f"add rule inet aenv {chain} {rule}\n" for chain, rules in chains.items() for rule in rules),
-        ]
-    )
+    fill: list[str] = []
+    chains = {
+        "resolvers": [*_matches("dns", generation, resolvers, "return", fill), "goto refuse"],
+        "addresses": [
+            *_matches("allow", generation, allow, "accept", fill),
+            *_matches("deny", generation, deny, "goto refuse", fill),
+            "accept" if policy.internet else "goto refuse",
+        ],
+    }
+    switch = [f"flush chain inet aenv {chain}" for chain in chains]
+    switch += [f"add rule inet aenv {chain} {rule}" for chain, rules in chains.items() for rule in rules]
+    return Change("\n".join(fill) + "\n", "\n".join(switch) + "\n")
 
 
-def _matches(networks: Iterable[_Network], verdict: str) -> list[str]:
-    """One rule a family. Overlaps are merged here: an interval set refuses them."""
-    networks = list(networks)
+def generation_in_force(listing: str) -> int:
+    """Which generation of sets the chains refer to, from nft's listing of them; 0 when to none."""
+    found = re.search(r"@(?:dns|allow|deny)[46]_([01])\b", listing)
+    return int(found[1]) if found else 0
+
+
+def _matches(name: str, generation: int, networks: Sequence[_Network], verdict: str, fill: list[str]) -> list[str]:
+    """One rule a family; the commands that make its set are added to `fill`. Overlaps, which an interval set refuses,
+    are merged here."""
     four = ipaddress.collapse_addresses(n for n in networks if isinstance(n, ipaddress.IPv4Network))
     six = ipaddress.collapse_addresses(n for n in networks if isinstance(n, ipaddress.IPv6Network))
     rules = []
-    for protocol, found in (("ip", list(map(str, four))), ("ip6", list(map(str, six)))):
+    for family, protocol, found in ((4, "ip", list(map(str, four))), (6, "ip6", list(map(str, six)))):
         if found and found[0].endswith("/0"):
-            rules.append(f"meta nfproto {'ipv4' if protocol == 'ip' else 'ipv6'} {verdict}")
+            rules.append(f"meta nfproto ipv{family} {verdict}")
         elif found:
-            rules.append(f"ct original {protocol} daddr {_set(found)} {verdict}")
+            kind = f"type ipv{family}_addr; flags interval;"
+            table_set = f"inet aenv {name}{family}_{generation}"
+            fill += [
+                f"add set {table_set} {{ {kind} }}",
+                f"delete set {table_set}",
+                f"add set {table_set} {{ {kind} elements = {_set(found)}; }}",
+            ]
+            rules.append(f"ct original {protocol} daddr @{name}{family}_{generation} {verdict}")
     return rules
 
 

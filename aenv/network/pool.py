@@ -48,12 +48,14 @@ class SlotPool:
         self._used: dict[int, Slot] = {}
         self._waiting: list[asyncio.Future[Slot]] = []
         self._making = 0
+        self._removing = 0
         self._free: list[int] = []  # indices given back, a heap
         self._fresh = itertools.count()
         self._taken: set[int] = set()  # indices that exist, are being made, or could not be removed
         self._makers = asyncio.Semaphore(_MAKERS)
         self._tasks: set[asyncio.Task[None]] = set()
         self._retry: asyncio.TimerHandle | None = None
+        self._started = False
         self._closing = False
 
     async def start(self, keep: Iterable[int] = ()) -> None:
@@ -72,11 +74,16 @@ class SlotPool:
             executor.shutdown(wait=False)
             raise
         self._fabric = fabric = Fabric(self._tag, side, nft, executor)
-        existing = set(namespace.list_indices(self._tag))
-        self._taken |= kept | existing
-        if side:
-            await loop.run_in_executor(executor, side.sweep, kept)
-        await asyncio.gather(*(self._remove(fabric, index) for index in existing - kept))
+        try:
+            existing = set(namespace.list_indices(self._tag))
+            self._taken |= kept | existing
+            if side:
+                await loop.run_in_executor(executor, side.sweep, kept)
+            await asyncio.gather(*(self._remove(fabric, index) for index in existing - kept))
+        except BaseException:
+            await self.close(keep=kept)
+            raise
+        self._started = True
         self._fill()
 
     async def take(self) -> Slot:
@@ -93,9 +100,7 @@ class SlotPool:
         future: asyncio.Future[Slot] = asyncio.get_running_loop().create_future()
         self._waiting.append(future)
         self._fill()
-        if not self._making:
-            self._waiting.remove(future)
-            raise UnavailableError(f"all {self._limit} network slots are in use")
+        self._refuse_hopeless(UnavailableError(f"all {self._limit} network slots are in use"))
         try:
             slot = await future
         except asyncio.CancelledError:
@@ -187,7 +192,7 @@ class SlotPool:
         try:
             async with self._makers:
                 slot = await in_worker(fabric, create_slot, index)
-        except AenvError as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is, somebody waits to hear of it
             self._making -= 1
             self._give_back(index)
             self._failed(error)
@@ -201,14 +206,16 @@ class SlotPool:
                 return
         self._ready.append(slot)
 
-    def _failed(self, error: AenvError) -> None:
-        """One waiter learns why; the pool tries again later, not at once: the cause is likely to last."""
+    def _refuse_hopeless(self, error: Exception) -> None:
+        """Fail the last waiters, as many as neither a slot in the making nor one being removed can serve."""
+        self._waiting = [future for future in self._waiting if not future.done()]
+        while len(self._waiting) > self._making + self._removing:
+            self._waiting.pop().set_exception(error)
+
+    def _failed(self, error: Exception) -> None:
+        """Whoever waits for this slot learns why; the pool tries again later, not at once: the cause may last."""
         _log.warning("cannot make a network slot: %s", error)
-        while self._waiting:
-            future = self._waiting.pop(0)
-            if not future.done():
-                future.set_exception(error)
-                return
+        self._refuse_hopeless(error)
         if self._retry is None and not self._closing:
             self._retry = asyncio.get_running_loop().call_later(_RETRY_SECONDS, self._try_again)
 
@@ -217,15 +224,19 @@ class SlotPool:
         self._fill()
 
     async def _remove(self, fabric: Fabric, index: int) -> None:
+        self._removing += 1
         try:
             async with self._makers:
                 await in_worker(fabric, delete_slot, index)
-        except AenvError:
+        except AenvError as error:
             # Its index stays taken: a slot that may still be there must not be given out under the same name.
             _log.exception("cannot remove network slot %d", index)
+            self._removing -= 1
+            self._refuse_hopeless(error)
             return
+        self._removing -= 1
         self._give_back(index)
-        if not self._closing and self._fabric is not None:
+        if self._started and not self._closing:
             self._fill()
 
     def _give_back(self, index: int) -> None:

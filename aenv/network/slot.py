@@ -12,6 +12,7 @@ import fcntl
 import os
 import socket
 import struct
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 from contextlib import ExitStack, contextmanager
@@ -36,7 +37,7 @@ from aenv.network.base import (
     Policy,
 )
 from aenv.network.nft import Nft
-from aenv.network.policy import UPLINK_DEVICE, render_base, render_policy
+from aenv.network.policy import UPLINK_DEVICE, generation_in_force, render_base, render_policy
 from aenv.network.uplink import IFA_F_NODAD, UplinkSide, device_name, remove_link, write_sysctl
 
 T = TypeVar("T")
@@ -73,11 +74,14 @@ class Fabric:
 class Slot:
     """A ready slot. `socket` and `tap_fd` hop into the namespace and back at once; all else runs in the executor."""
 
-    def __init__(self, fabric: Fabric, index: int, handle: int) -> None:
+    def __init__(self, fabric: Fabric, index: int, handle: int, generation: int = 0) -> None:
+        """`handle` becomes the slot's own. `generation`: of the sets in force, see `render_policy`."""
         self.index = index
         self.name = namespace.namespace_name(fabric.tag, index)
         self._fabric = fabric
         self._handle = handle
+        self._generation = generation
+        self._changing = threading.Lock()
 
     def tap_fd(self) -> int:
         """Open the queue of the tap (with virtio-net headers). The caller closes it.
@@ -114,16 +118,20 @@ class Slot:
         return connection
 
     async def apply(self, policy: Policy) -> None:
-        """Replace the egress rules in one transaction; established flows that are now denied end.
+        """Replace the egress rules at one moment; established flows that are now denied end.
 
         Raises InvalidInputError (nothing changed), UnavailableError.
         """
         await asyncio.get_running_loop().run_in_executor(self._fabric.executor, self._apply, policy)
 
     def _apply(self, policy: Policy) -> None:
-        script = render_policy(policy)
-        with namespace.entered(self._open_handle()):
-            self._fabric.nft.run(script)
+        with self._changing:
+            generation = 1 - self._generation
+            change = render_policy(policy, generation)
+            with namespace.entered(self._open_handle()):
+                self._fabric.nft.run(change.fill)
+                self._fabric.nft.run(change.switch)
+            self._generation = generation
 
     def _open_handle(self) -> int:
         if self._handle < 0:
@@ -171,19 +179,20 @@ def adopt_slot(fabric: Fabric, index: int) -> Slot:
     A way out that this daemon's uplink does not have is cut. Raises NotFoundError.
     """
     name = namespace.namespace_name(fabric.tag, index)
-    slot = Slot(fabric, index, namespace.open_handle(name))
+    handle = namespace.open_handle(name)
     try:
-        with _translated(name), namespace.entered(slot._open_handle()):
+        with _translated(name), namespace.entered(handle):
             devices = {device for _, device in socket.if_nameindex()}
             if TAP_NAME not in devices:
                 raise NotFoundError(f"network namespace {name} has no {TAP_NAME}")
             if fabric.uplink is None and UPLINK_DEVICE in devices:
                 with IPRoute() as ip:
                     remove_link(ip, UPLINK_DEVICE)
+            rules = fabric.nft.run("list chain inet aenv resolvers") + fabric.nft.run("list chain inet aenv addresses")
     except BaseException:
-        slot.close_handle()
+        os.close(handle)
         raise
-    return slot
+    return Slot(fabric, index, handle, generation_in_force(rules))
 
 
 def delete_slot(fabric: Fabric, index: int) -> None:
@@ -239,12 +248,12 @@ def _translated(name: str) -> Iterator[None]:
 
 
 def _open_tun() -> int:
-    """A descriptor belongs to the namespace of the thread that opens it, not of the one that attaches (tun_chr_open)."""
+    """The descriptor belongs to the namespace of the thread that opens it, whoever attaches it (tun_chr_open)."""
     return os.open(_TUN_DEVICE, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
 
 
-def _attach(device: int) -> None:
-    request = struct.pack("16sH22x", TAP_NAME.encode(), _IFF_TAP | _IFF_NO_PI | _IFF_VNET_HDR)
+def _attach(device: int, name: str = TAP_NAME) -> None:
+    request = struct.pack("16sH22x", name.encode(), _IFF_TAP | _IFF_NO_PI | _IFF_VNET_HDR)
     fcntl.ioctl(device, _TUNSETIFF, request)
 
 

@@ -10,6 +10,7 @@ import ipaddress
 import os
 import re
 import socket
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -84,12 +85,60 @@ def _parse_transit(text: str) -> ipaddress.IPv4Network:
     return network
 
 
+def _claim_block(tag: str, network: ipaddress.IPv4Network) -> tuple[ipaddress.IPv4Network, socket.socket]:
+    """The block this daemon's veths already have, else the first one from the tag's hash on that nobody uses.
+
+    A block is in use when a device has an address of it, or when a daemon holds its claim: an abstract Unix socket,
+    which belongs to the network namespace and ends with its process (unix(7), network_namespaces(7)).
+    """
+    own, taken = None, set()
+    with IPRoute() as ip:
+        names = {link["index"]: link.get_attr("IFLA_IFNAME") for link in ip.get_links()}
+        for entry in ip.get_addr(family=socket.AF_INET):
+            block = ipaddress.IPv4Network((entry.get_attr("IFA_ADDRESS"), BLOCK_PREFIX), strict=False)
+            taken.add(block)
+            if names.get(entry["index"], "").startswith(device_prefix(tag)) and block.subnet_of(network):
+                own = block
+    if own:
+        if claim := _try_claim(own):
+            return own, claim
+        raise UnavailableError("another daemon with the same home directory is running")
+    blocks = list(network.subnets(new_prefix=BLOCK_PREFIX))
+    first = int(tag, 16) % len(blocks)
+    for block in blocks[first:] + blocks[:first]:
+        if block not in taken and (claim := _try_claim(block)):
+            return block, claim
+    raise UnavailableError(f"all transit addresses of {network} are in use")
+
+
+def _try_claim(block: ipaddress.IPv4Network) -> socket.socket | None:
+    claim = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        claim.bind(f"\0aenv-transit-{block}")
+    except OSError as error:
+        claim.close()
+        if error.errno == errno.EADDRINUSE:
+            return None
+        raise
+    return claim
+
+
 class UplinkSide:
     """The uplink's end of one daemon. `open` blocks (worker thread); so do all other methods."""
 
-    def __init__(self, tag: str, handle: int, transit: ipaddress.IPv4Network, nft: Nft, *, ipv6: bool) -> None:
-        """`transit` is the daemon's /16; `ipv6` tells whether the uplink forwards IPv6."""
+    def __init__(
+        self,
+        tag: str,
+        handle: int,
+        transit: ipaddress.IPv4Network,
+        nft: Nft,
+        *,
+        ipv6: bool,
+        claim: socket.socket,
+    ) -> None:
+        """`transit` is the daemon's /16, `claim` keeps it; `ipv6` tells whether the uplink forwards IPv6."""
         self.handle = handle
+        self._claim = claim
         self.ipv6 = ipv6
         self._tag = tag
         self._nft = nft
@@ -113,42 +162,23 @@ class UplinkSide:
                 raise InvalidInputError("network.uplink", error.message, hint=f"ip netns add {uplink.name}") from error
         else:
             handle = namespace.open_current()
-        try:
+        with ExitStack() as undo:
+            undo.callback(os.close, handle)
             with namespace.entered(handle):
-                block = cls._choose_block(tag, network)
+                block, claim = _claim_block(tag, network)
+                undo.callback(claim.close)
                 ipv6 = read_sysctl("ipv6/conf/all/forwarding") == "1"
                 # The host's IPv6 forwarding is left as it is: turning it on makes a host ignore router
                 # advertisements (ip-sysctl: accept_ra) and may cost it its own default route.
                 if uplink.kind is UplinkKind.NETNS and not ipv6:
                     write_sysctl("ipv6/conf/all/forwarding", 1)
                     ipv6 = True
-                side = cls(tag, handle, block, nft, ipv6=ipv6)
+                side = cls(tag, handle, block, nft, ipv6=ipv6, claim=claim)
                 if read_sysctl("ipv4/ip_forward") != "1":
                     write_sysctl("ipv4/ip_forward", 1)
-                prefix = device_prefix(tag)
-                nft.run(render_uplink(table_name(tag), prefix, str(side._transit), str(side._transit6)))
-        except BaseException:
-            os.close(handle)
-            raise
+                nft.run(render_uplink(table_name(tag), device_prefix(tag), str(side._transit), str(side._transit6)))
+            undo.pop_all()
         return side
-
-    @staticmethod
-    def _choose_block(tag: str, network: ipaddress.IPv4Network) -> ipaddress.IPv4Network:
-        """The block this daemon's veths already have, else the first one after the tag's hash that no device uses."""
-        taken = set()
-        with IPRoute() as ip:
-            names = {link["index"]: link.get_attr("IFLA_IFNAME") for link in ip.get_links()}
-            for entry in ip.get_addr(family=socket.AF_INET):
-                block = ipaddress.IPv4Network((entry.get_attr("IFA_ADDRESS"), BLOCK_PREFIX), strict=False)
-                if names.get(entry["index"], "").startswith(device_prefix(tag)) and block.subnet_of(network):
-                    return block
-                taken.add(block)
-        blocks = list(network.subnets(new_prefix=BLOCK_PREFIX))
-        first = int(tag, 16) % len(blocks)
-        for block in blocks[first:] + blocks[:first]:
-            if block not in taken:
-                return block
-        raise UnavailableError(f"all transit addresses of {network} are in use")
 
     def transit(self, index: int) -> Transit:
         """The addresses of slot `index`: the two of a /30 and the two of a /126."""
@@ -201,5 +231,6 @@ class UplinkSide:
                 with namespace.entered(self.handle):
                     self._nft.run(render_removal(table_name(self._tag)))
         finally:
+            self._claim.close()
             os.close(self.handle)
             self.handle = -1
