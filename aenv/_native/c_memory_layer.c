@@ -130,15 +130,15 @@ static int read_block(int fd, uint64_t at, const char *name, uint32_t flags, str
   return 0;
 }
 
-static int check_entry(const struct entry *e, uint64_t number, uint64_t after, uint64_t sectors, uint64_t data_end,
-                       struct memory_failure *why) {
+static int check_segment(const struct memory_segment *s, uint64_t number, uint64_t after, uint64_t sectors,
+                         uint64_t data_end, struct memory_failure *why) {
   unsigned long long n = number;
-  if (e->length == 0 || e->length % PAGE_SECTORS || e->offset % PAGE_SECTORS)
+  if (s->length == 0 || s->length % PAGE_SECTORS || s->offset % PAGE_SECTORS)
     return memory_fail(why, 0, "index[%llu]: not made of whole pages", n);
-  if (e->offset < after) return memory_fail(why, 0, "index[%llu].offset: overlaps or is out of order", n);
-  if (e->offset + e->length > sectors) return memory_fail(why, 0, "index[%llu].offset: beyond the memory", n);
-  uint64_t mapped_end = e->mapped + (e->zero ? 0 : e->length);
-  if (e->mapped < BLOCK_BYTES / SECTOR_BYTES || mapped_end > data_end)
+  if (s->offset < after) return memory_fail(why, 0, "index[%llu].offset: overlaps or is out of order", n);
+  if (s->offset + s->length > sectors) return memory_fail(why, 0, "index[%llu].offset: beyond the memory", n);
+  uint64_t mapped_end = s->mapped + (s->zero ? 0 : s->length);
+  if (s->mapped < BLOCK_BYTES / SECTOR_BYTES || mapped_end > data_end)
     return memory_fail(why, 0, "index[%llu].moffset: outside the data", n);
   return 0;
 }
@@ -149,9 +149,10 @@ static int take_entries(const struct entry *entries, uint64_t count, uint64_t vi
   for (uint64_t i = 0; i < count; i++) {
     const struct entry *e = &entries[i];
     if (e->offset == INVALID_OFFSET && e->length == 0) continue;
-    if (check_entry(e, i, after, virtual_size / SECTOR_BYTES, data_end, why) < 0) return -1;
-    after = e->offset + e->length;
+    /* Out of the bit fields before any arithmetic: sums of 50-bit fields wrap at 50 bits. */
     struct memory_segment s = {.offset = e->offset, .mapped = e->mapped, .length = e->length, .zero = e->zero};
+    if (check_segment(&s, i, after, virtual_size / SECTOR_BYTES, data_end, why) < 0) return -1;
+    after = s.offset + s.length;
     if (memory_segments_add(out, s) < 0) return memory_fail(why, ENOMEM, "index");
   }
   return 0;

@@ -166,7 +166,8 @@ def test_child_runs_as_the_unprivileged_user(loop_run, tmp_path: Path):
     log = tmp_path / "log"
 
     async def main() -> None:
-        child = spawn(["cat", "/proc/self/status"], user=User(1_900_000_000, 1_900_000_001, (7, 8)), log=log, oom_score_adj=500)
+        user = User(1_900_000_000, 1_900_000_001, (7, 8))
+        child = spawn(["cat", "/proc/self/status"], user=user, log=log, oom_score_adj=500)
         assert await child.wait() == 0
 
     loop_run(main())
