@@ -132,6 +132,11 @@ class Vmm(ABC):
     kind: VmmKind
     version: str
 
+    @property
+    @abstractmethod
+    def cpu_model(self) -> str:
+        """The guest's CPU in the VMM's words. Like kind and version, a snapshot needs the same."""
+
     @abstractmethod
     async def boot(self, machine: Machine, *, memory_image: Path, disk: Disk, nic: Nic | None, run_dir: Path) -> Vm:
         """Cold boot. `memory_image` is a file of `memory_mib` MiB, mapped MAP_PRIVATE (all-zero, sparse for a boot)."""
