@@ -18,6 +18,8 @@ from setuptools.command.build_ext import build_ext
 ROOT = Path(__file__).parent
 WARNINGS = ["-Wall", "-Wextra", "-Wno-unused-parameter", "-Wno-sign-compare"]
 OPTIMISE = ["-O2", "-g", "-std=gnu11"]
+# Distributions build archives for programs (PIE): their symbols must bind inside the extension, and stay hidden.
+ARCHIVE_FLAGS = ["-Wl,--exclude-libs,ALL", "-Wl,-Bsymbolic"]
 # Static archives in link order.
 GUEST_LIBRARIES = {
     "envd": ["-levent_core", "-lhttp_parser", "-ljansson", "-lnettle", "-lz"],
@@ -31,14 +33,24 @@ def extension(folder: str, name: str, **options: list[str]) -> Extension:
     depends = sorted(str(p.relative_to(ROOT)) for p in (ROOT / folder).glob("*.h"))
     module = f"{folder.replace('/', '.')}.{name}"
     return Extension(
-        module, sources, depends=depends, extra_compile_args=[*OPTIMISE, *WARNINGS], include_dirs=[folder], **options
+        module, sources, depends=depends, extra_compile_args=[*OPTIMISE, *WARNINGS], include_dirs=[folder, "aenv/_native"], **options
     )
 
 
+def archive(name: str) -> str:
+    """The static library `name`, so that the extension needs no package at run time; else a link option."""
+    command = [os.environ.get("CC", "cc"), f"-print-file-name=lib{name}.a"]
+    path = subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+    return path if os.path.isabs(path) else f"-l{name}"
+
+
 def extensions() -> list[Extension]:
-    options: dict[str, dict[str, list[str]]] = {}
-    found = sorted((ROOT / "aenv/_native").glob("*.pyx"))
-    return [extension("aenv/_native", p.stem, **options.get(p.stem, {})) for p in found]
+    options: dict[str, dict[str, list[str]]] = {
+        "lsmt": {"extra_link_args": [*ARCHIVE_FLAGS, archive("lz4"), archive("zstd")]},
+        "fuse": {"extra_link_args": [*ARCHIVE_FLAGS, archive("fuse3"), "-ldl", "-lpthread"]},
+    }
+    found = [p for folder in ("aenv/_native", "ublk") for p in sorted((ROOT / folder).glob("*.pyx"))]
+    return [extension(str(p.parent.relative_to(ROOT)), p.stem, **options.get(p.stem, {})) for p in found]
 
 
 class Build(build_ext):

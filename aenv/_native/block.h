@@ -1,0 +1,19 @@
+/* What a front end (FUSE, ublk) sees of an image: a block device. All calls may come from any thread at any time
+ * between creation and destruction of the device. They return 0 or a negative errno. */
+#ifndef AENV_BLOCK_H
+#define AENV_BLOCK_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+struct block_device {
+    int (*read)(struct block_device *device, void *buffer, size_t length, uint64_t offset);
+    int (*write)(struct block_device *device, const void *buffer, size_t length, uint64_t offset);
+    int (*discard)(struct block_device *device, uint64_t offset, uint64_t length); /* reads as zeros afterwards */
+    int (*flush)(struct block_device *device);
+    uint64_t (*size)(struct block_device *device);
+    bool read_only;
+};
+
+#endif

@@ -1,0 +1,269 @@
+/* Images: what a front end serves. */
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "lsmt_extents.h"
+
+struct image {
+    struct block_device device;
+    struct stack *stack; /* NULL: nothing below the writable layer */
+    struct upper *upper; /* NULL: read-only */
+    bool direct;
+    /* Held for reading during every operation on a writable image; a restack waits for all of them. A read-only image
+     * never changes and takes no lock. */
+    pthread_rwlock_t life;
+    _Atomic uint64_t reads, read_bytes, writes, write_bytes, discards, flushes, restacks, errors;
+};
+
+static void count(_Atomic uint64_t *number, uint64_t amount)
+{
+    atomic_fetch_add_explicit(number, amount, memory_order_relaxed);
+}
+
+static int counted(struct image *image, int rc)
+{
+    if (rc)
+        count(&image->errors, 1);
+    return rc;
+}
+
+static int read_extents(struct image *image, const struct extents *extents, char *buffer)
+{
+    for (unsigned i = 0; i < extents->count; i++) {
+        const struct extent *extent = &extents->extent[i];
+        size_t bytes = extent->sectors * LSMT_SECTOR;
+        int rc = 0;
+        if (extent->origin == EXTENT_ZERO)
+            memset(buffer, 0, bytes);
+        else if (extent->origin == EXTENT_UPPER)
+            rc = upper_read_at(image->upper, buffer, bytes, extent->moffset * LSMT_SECTOR);
+        else
+            rc = stack_read_extent(image->stack, extent, buffer, image->direct);
+        if (rc) /* a short or damaged layer is an I/O error for the guest, never zeros */
+            return -EIO;
+        buffer += bytes;
+    }
+    return 0;
+}
+
+static int read_all(struct image *image, void *buffer, size_t length, uint64_t offset)
+{
+    char *at = buffer;
+    uint64_t end = (offset + length) / LSMT_SECTOR;
+    struct extents extents; /* too large to be cleared for each read */
+    extents.end = offset / LSMT_SECTOR;
+    while (extents.end < end) {
+        uint64_t begin = extents.end;
+        extents.count = 0;
+        if (image->upper) {
+            pthread_rwlock_rdlock(upper_lock(image->upper));
+            extents_resolve_map(upper_map(image->upper), image->stack, end, &extents);
+            pthread_rwlock_unlock(upper_lock(image->upper));
+        } else {
+            extents_resolve(image->stack, 0, end, &extents);
+        }
+        /* Data is never overwritten in place: what was found stays true without the lock. */
+        int rc = read_extents(image, &extents, at);
+        if (rc)
+            return rc;
+        at += (extents.end - begin) * LSMT_SECTOR;
+    }
+    return 0;
+}
+
+uint64_t image_size(const struct image *image)
+{
+    return image->upper ? upper_virtual_size(image->upper) : image->stack->virtual_size;
+}
+
+static bool fits(const struct image *image, uint64_t offset, uint64_t length)
+{
+    uint64_t size = image_size(image);
+    return offset % LSMT_SECTOR == 0 && length % LSMT_SECTOR == 0 && offset <= size && length <= size - offset;
+}
+
+int image_read(struct image *image, void *buffer, size_t length, uint64_t offset)
+{
+    int rc = -EINVAL;
+    count(&image->reads, 1);
+    count(&image->read_bytes, length);
+    if (!image->upper)
+        return counted(image, fits(image, offset, length) ? read_all(image, buffer, length, offset) : rc);
+    pthread_rwlock_rdlock(&image->life);
+    if (fits(image, offset, length))
+        rc = read_all(image, buffer, length, offset);
+    pthread_rwlock_unlock(&image->life);
+    return counted(image, rc);
+}
+
+int image_write(struct image *image, const void *buffer, size_t length, uint64_t offset)
+{
+    if (!image->upper)
+        return counted(image, -EROFS);
+    count(&image->writes, 1);
+    count(&image->write_bytes, length);
+    pthread_rwlock_rdlock(&image->life);
+    int rc = upper_write(image->upper, buffer, length, offset);
+    pthread_rwlock_unlock(&image->life);
+    return counted(image, rc);
+}
+
+int image_discard(struct image *image, uint64_t offset, uint64_t length)
+{
+    if (!image->upper)
+        return counted(image, -EROFS);
+    count(&image->discards, 1);
+    pthread_rwlock_rdlock(&image->life);
+    int rc = upper_discard(image->upper, offset, length);
+    pthread_rwlock_unlock(&image->life);
+    return counted(image, rc);
+}
+
+int image_flush(struct image *image)
+{
+    if (!image->upper)
+        return 0;
+    count(&image->flushes, 1);
+    pthread_rwlock_rdlock(&image->life);
+    int rc = upper_flush(image->upper);
+    pthread_rwlock_unlock(&image->life);
+    return counted(image, rc);
+}
+
+int image_resize(struct image *image, uint64_t virtual_size)
+{
+    if (!image->upper)
+        return -EROFS;
+    pthread_rwlock_wrlock(&image->life);
+    uint64_t size = image_size(image), whole = virtual_size / LSMT_SECTOR * LSMT_SECTOR;
+    int rc = 0;
+    if (whole == virtual_size && whole < size) /* what is cut off must not come back when the image grows again */
+        rc = upper_discard(image->upper, whole, size - whole);
+    if (!rc)
+        rc = upper_resize(image->upper, virtual_size);
+    pthread_rwlock_unlock(&image->life);
+    return counted(image, rc);
+}
+
+/* --- as a block device --------------------------------------------------------------------------------------- */
+
+static struct image *of_device(struct block_device *device) { return (struct image *)device; }
+
+static int device_read(struct block_device *device, void *buffer, size_t length, uint64_t offset)
+{
+    return image_read(of_device(device), buffer, length, offset);
+}
+
+static int device_write(struct block_device *device, const void *buffer, size_t length, uint64_t offset)
+{
+    return image_write(of_device(device), buffer, length, offset);
+}
+
+static int device_discard(struct block_device *device, uint64_t offset, uint64_t length)
+{
+    return image_discard(of_device(device), offset, length);
+}
+
+static int device_flush(struct block_device *device) { return image_flush(of_device(device)); }
+
+static uint64_t device_size(struct block_device *device)
+{
+    struct image *image = of_device(device);
+    if (!image->upper)
+        return image_size(image);
+    pthread_rwlock_rdlock(&image->life); /* a restack may free the layer that is asked */
+    uint64_t size = image_size(image);
+    pthread_rwlock_unlock(&image->life);
+    return size;
+}
+
+struct block_device *image_device(struct image *image) { return &image->device; }
+
+/* --- life ---------------------------------------------------------------------------------------------------- */
+
+int image_new(struct stack *stack, struct upper *upper, bool direct, struct image **out, struct fault *fault)
+{
+    pthread_rwlockattr_t attributes;
+    if (!stack && !upper)
+        return fault_set(fault, EINVAL, "layers", "an image needs a layer");
+    if (!upper && !stack->virtual_size)
+        return fault_set(fault, EINVAL, "virtual_size", "no layer says how large the image is");
+    struct image *image = calloc(1, sizeof *image);
+    if (!image)
+        return fault_set(fault, ENOMEM, "memory", "out of memory");
+    image->device = (struct block_device){device_read, device_write, device_discard, device_flush, device_size, !upper};
+    image->stack = stack ? stack_ref(stack) : NULL;
+    image->upper = upper;
+    image->direct = direct;
+    pthread_rwlockattr_init(&attributes);
+    pthread_rwlockattr_setkind_np(&attributes, PTHREAD_RWLOCK_PREFER_WRITER_NONRECURSIVE_NP);
+    pthread_rwlock_init(&image->life, &attributes);
+    pthread_rwlockattr_destroy(&attributes);
+    *out = image;
+    return 0;
+}
+
+void image_free(struct image *image)
+{
+    if (!image)
+        return;
+    stack_unref(image->stack);
+    upper_close(image->upper);
+    pthread_rwlock_destroy(&image->life);
+    free(image);
+}
+
+static int push_frozen(const struct image *image, struct upper *upper, struct stack **out, struct fault *fault)
+{
+    struct layer *layer;
+    struct index *index;
+    int rc = upper_freeze(upper, &layer, &index);
+    if (rc)
+        return fault_set(fault, -rc, "memory", "out of memory");
+    rc = image->stack ? stack_push(image->stack, layer, index, out, fault) : stack_new(&layer, &index, 1, out, fault);
+    layer_unref(layer);
+    index_unref(index);
+    if (rc)
+        upper_thaw(upper);
+    return rc;
+}
+
+int image_restack(struct image *image, struct upper *next, struct upper **old, struct fault *fault)
+{
+    if (!image->upper)
+        return fault_set(fault, EROFS, "image", "is read-only");
+    if (image->stack && image->stack->layers >= LSMT_MAX_LAYERS)
+        return fault_set(fault, EINVAL, "layers", "a stack has at most %u layers", LSMT_MAX_LAYERS);
+    struct stack *stack = NULL, *below = NULL;
+    pthread_rwlock_wrlock(&image->life);
+    int rc = upper_virtual_size(next) == image_size(image) ? 0 :
+        fault_set(fault, EINVAL, "virtual_size", "the new layer's size is not that of the image");
+    if (!rc && !(rc = push_frozen(image, image->upper, &stack, fault))) {
+        *old = image->upper;
+        below = image->stack;
+        image->upper = next;
+        image->stack = stack;
+    }
+    pthread_rwlock_unlock(&image->life);
+    stack_unref(below);
+    if (!rc)
+        count(&image->restacks, 1);
+    return rc;
+}
+
+struct stack *image_stack(struct image *image)
+{
+    pthread_rwlock_rdlock(&image->life);
+    struct stack *stack = image->stack ? stack_ref(image->stack) : NULL;
+    pthread_rwlock_unlock(&image->life);
+    return stack;
+}
+
+struct upper *image_upper(struct image *image) { return image->upper; }
+
+void image_get_stats(const struct image *image, struct image_stats *stats)
+{
+    *stats = (struct image_stats){image->reads, image->read_bytes, image->writes, image->write_bytes,
+                                  image->discards, image->flushes, image->restacks, image->errors};
+}

@@ -1,0 +1,477 @@
+/* Writable layers: an append-only data file and an index file of checked records.
+ *
+ * A write appends its data, then its record. Both are in the page cache when the write returns, so a killed server
+ * loses nothing. After a power loss the records behind the last barrier are kept as far as they and their data are
+ * whole; a flush makes everything before it whole.
+ */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <fcntl.h>
+#include <libgen.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/file.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "lsmt_journal.h"
+
+struct upper {
+    int data_fd, index_fd;
+    char *data_path, *index_path;
+    struct lsmt_header header;
+    uint32_t seed;
+    pthread_mutex_t append; /* data_end, records; held while a record is written and the map is changed */
+    pthread_mutex_t flushing;
+    pthread_rwlock_t lock; /* the map */
+    uint64_t data_end, records, synced;
+    _Atomic uint64_t virtual_size;
+    atomic_int failed; /* errno of a failed flush: what is on disk is unknown from then on */
+    bool frozen;
+    struct map map;
+};
+
+static int sync_directory(const char *path)
+{
+    char *copy = strdup(path);
+    if (!copy)
+        return -ENOMEM;
+    int fd = open(dirname(copy), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    free(copy);
+    if (fd < 0)
+        return -errno;
+    int rc = fsync(fd) ? -errno : 0;
+    close(fd);
+    return rc;
+}
+
+static int create_file(const char *path, const struct lsmt_header *header)
+{
+    int fd = open(path, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
+    if (fd < 0)
+        return -errno;
+    int rc = write_fully(fd, header, sizeof *header, 0);
+    if (!rc && fdatasync(fd))
+        rc = -errno;
+    close(fd);
+    if (rc)
+        unlink(path);
+    return rc;
+}
+
+int upper_create(const char *data, const char *index, uint64_t virtual_size, const char *uuid, const char *parent_uuid,
+                 struct fault *fault)
+{
+    struct lsmt_header header;
+    uint32_t seed;
+    if (!virtual_size || virtual_size % LSMT_SECTOR || virtual_size / LSMT_SECTOR > LSMT_MAX_SECTORS)
+        return fault_set(fault, EINVAL, "virtual_size", "%llu bytes", (unsigned long long)virtual_size);
+    int rc = text_check(uuid, parent_uuid, NULL, fault);
+    if (rc)
+        return rc;
+    if ((rc = journal_header(&header, virtual_size, uuid, parent_uuid, &seed)) || (rc = create_file(index, &header)))
+        return fault_set(fault, -rc, "index", "cannot create %s: %s", index, strerror(-rc));
+    header_fill(&header, LSMT_IS_HEADER | LSMT_IS_DATA, virtual_size, uuid, parent_uuid, NULL);
+    if (!(rc = create_file(data, &header)) && (rc = sync_directory(data)))
+        unlink(data);
+    if (rc) {
+        unlink(index);
+        return fault_set(fault, -rc, "data", "cannot create %s: %s", data, strerror(-rc));
+    }
+    return 0;
+}
+
+static bool is_sealed(int fd, uint64_t data_end)
+{
+    struct stat status;
+    struct lsmt_header trailer;
+    struct fault ignored;
+    return fstat(fd, &status) == 0 && (uint64_t)status.st_size >= data_end + LSMT_BLOCK &&
+           read_fully(fd, &trailer, sizeof trailer, (uint64_t)status.st_size - LSMT_BLOCK) == 0 &&
+           header_check(&trailer, ROLE_TRAILER, &ignored) == 0 && trailer.index_offset == data_end;
+}
+
+/* Gives a standard index checksums: a new file takes its place. All its data counts as durable, after a flush. */
+static int convert_index(struct upper *upper, struct fault *fault)
+{
+    struct lsmt_header header;
+    char *path = NULL;
+    int rc = journal_header(&header, upper->virtual_size, upper->header.uuid, upper->header.parent_uuid, &upper->seed);
+    if (rc || asprintf(&path, "%s.new", upper->index_path) < 0)
+        return fault_set(fault, ENOMEM, "memory", "out of memory");
+    unlink(path);
+    int fd = -1;
+    if (fdatasync(upper->data_fd))
+        rc = -errno;
+    if (!rc && !(rc = create_file(path, &header)) && (fd = open(path, O_RDWR | O_CLOEXEC)) < 0)
+        rc = -errno;
+    struct map_cursor cursor = {0, 0};
+    const struct segment *s;
+    for (upper->records = 0; !rc && (s = map_at(&upper->map, &cursor)); cursor.at++, upper->records++) {
+        struct record record = record_make(upper->seed, upper->records, RECORD_SEGMENT, *s, 0);
+        rc = write_fully(fd, &record, sizeof record, LSMT_BLOCK + upper->records * sizeof record);
+    }
+    if (!rc) {
+        struct segment entry = {LSMT_NO_OFFSET, upper->records};
+        struct record record = record_make(upper->seed, upper->records, RECORD_BARRIER, entry, 0);
+        rc = write_fully(fd, &record, sizeof record, LSMT_BLOCK + upper->records++ * sizeof record);
+    }
+    if (!rc && (fdatasync(fd) || rename(path, upper->index_path)))
+        rc = -errno;
+    if (!rc)
+        rc = sync_directory(path);
+    if (rc) {
+        unlink(path);
+        if (fd >= 0)
+            close(fd);
+        free(path);
+        return fault_set(fault, -rc, "index", "cannot be rewritten: %s", strerror(-rc));
+    }
+    free(path);
+    close(upper->index_fd);
+    upper->index_fd = fd;
+    return 0;
+}
+
+/* Cuts what is not part of the layer, so that later records cannot bring it back. */
+static int cut_tail(struct upper *upper, struct upper_recovery *recovery)
+{
+    struct stat data, index;
+    uint64_t index_end = LSMT_BLOCK + upper->records * sizeof(struct record);
+    if (fstat(upper->data_fd, &data) || fstat(upper->index_fd, &index))
+        return -errno;
+    recovery->cut_data_bytes = (uint64_t)data.st_size > upper->data_end ? (uint64_t)data.st_size - upper->data_end : 0;
+    if ((uint64_t)index.st_size != index_end &&
+        (ftruncate(upper->index_fd, (off_t)index_end) || fdatasync(upper->index_fd)))
+        return -errno;
+    if ((uint64_t)data.st_size != upper->data_end &&
+        (ftruncate(upper->data_fd, (off_t)upper->data_end) || fdatasync(upper->data_fd)))
+        return -errno;
+    return 0;
+}
+
+static int open_files(struct upper *upper, struct fault *fault)
+{
+    upper->data_fd = open(upper->data_path, O_RDWR | O_CLOEXEC);
+    if (upper->data_fd < 0)
+        return fault_set(fault, errno, "data", "cannot open %s: %s", upper->data_path, strerror(errno));
+    upper->index_fd = open(upper->index_path, O_RDWR | O_CLOEXEC);
+    if (upper->index_fd < 0)
+        return fault_set(fault, errno, "index", "cannot open %s: %s", upper->index_path, strerror(errno));
+    if (flock(upper->data_fd, LOCK_EX | LOCK_NB))
+        return fault_set(fault, EBUSY, "data", "%s is open for writing already", upper->data_path);
+    return 0;
+}
+
+static int load(struct upper *upper, struct upper_recovery *recovery, struct fault *fault)
+{
+    struct journal journal;
+    int rc = open_files(upper, fault);
+    if (rc || (rc = journal_load(upper->data_fd, upper->index_fd, &journal, fault)))
+        return rc;
+    upper->header = journal.header;
+    upper->map = journal.map;
+    upper->seed = journal.seed;
+    upper->virtual_size = journal.virtual_size;
+    upper->data_end = journal.data_end;
+    upper->records = journal.records;
+    if (is_sealed(upper->data_fd, upper->data_end))
+        return fault_set(fault, EEXIST, "data", "%s is sealed", upper->data_path);
+    recovery->records = journal.records;
+    recovery->cut_records = journal.checked ? journal.file_records - journal.records : 0;
+    if (!journal.checked && (rc = convert_index(upper, fault)))
+        return rc;
+    if ((rc = cut_tail(upper, recovery)))
+        return fault_set(fault, -rc, "data", "the torn end cannot be cut: %s", strerror(-rc));
+    return 0;
+}
+
+int upper_open(const char *data, const char *index, struct upper **out, struct upper_recovery *recovery,
+               struct fault *fault)
+{
+    struct upper *upper = calloc(1, sizeof *upper);
+    pthread_rwlockattr_t attributes;
+    if (!upper)
+        return fault_set(fault, ENOMEM, "memory", "out of memory");
+    upper->data_fd = upper->index_fd = -1;
+    pthread_mutex_init(&upper->append, NULL);
+    pthread_mutex_init(&upper->flushing, NULL);
+    pthread_rwlockattr_init(&attributes);
+    pthread_rwlockattr_setkind_np(&attributes, PTHREAD_RWLOCK_PREFER_WRITER_NONRECURSIVE_NP);
+    pthread_rwlock_init(&upper->lock, &attributes);
+    pthread_rwlockattr_destroy(&attributes);
+    upper->data_path = strdup(data);
+    upper->index_path = strdup(index);
+    int rc = upper->data_path && upper->index_path ? 0 : fault_set(fault, ENOMEM, "memory", "out of memory");
+    if (rc || (rc = load(upper, recovery, fault))) {
+        upper_close(upper);
+        return rc;
+    }
+    *out = upper;
+    return 0;
+}
+
+void upper_close(struct upper *upper)
+{
+    if (!upper)
+        return;
+    if (upper->data_fd >= 0)
+        close(upper->data_fd);
+    if (upper->index_fd >= 0)
+        close(upper->index_fd);
+    map_free(&upper->map);
+    pthread_mutex_destroy(&upper->append);
+    pthread_mutex_destroy(&upper->flushing);
+    pthread_rwlock_destroy(&upper->lock);
+    free(upper->data_path), free(upper->index_path), free(upper);
+}
+
+/* With `append` held. A record that could not be written is overwritten by the next one. */
+static int put_record(struct upper *upper, enum record_kind kind, struct segment entry, uint32_t crc)
+{
+    struct record record = record_make(upper->seed, upper->records, kind, entry, crc);
+    int rc = write_fully(upper->index_fd, &record, sizeof record, LSMT_BLOCK + upper->records * sizeof record);
+    if (!rc)
+        upper->records++;
+    return rc;
+}
+
+static int put_segment(struct upper *upper, struct segment segment, uint32_t crc)
+{
+    int rc = put_record(upper, RECORD_SEGMENT, segment, crc);
+    if (rc)
+        return rc;
+    pthread_rwlock_wrlock(&upper->lock);
+    rc = map_insert(&upper->map, segment);
+    pthread_rwlock_unlock(&upper->lock);
+    if (rc)
+        upper->records--; /* the next record takes the place of the one that is not in the map */
+    return rc;
+}
+
+static int may_write(struct upper *upper, uint64_t offset, uint64_t length)
+{
+    uint64_t size = upper->virtual_size;
+    if (offset % LSMT_SECTOR || length % LSMT_SECTOR || offset > size || length > size - offset)
+        return -EINVAL;
+    if (upper->frozen)
+        return -EROFS;
+    return -upper->failed;
+}
+
+static int write_piece(struct upper *upper, const void *buffer, size_t length, uint64_t offset)
+{
+    pthread_mutex_lock(&upper->append);
+    uint64_t at = upper->data_end;
+    upper->data_end += length;
+    pthread_mutex_unlock(&upper->append);
+    int rc = write_fully(upper->data_fd, buffer, length, at);
+    if (rc)
+        return rc;
+    uint32_t crc = data_crc(upper->seed, buffer, length);
+    struct segment segment = seg_make(offset / LSMT_SECTOR, length / LSMT_SECTOR, at / LSMT_SECTOR, false, 0);
+    pthread_mutex_lock(&upper->append);
+    rc = put_segment(upper, segment, crc);
+    pthread_mutex_unlock(&upper->append);
+    return rc;
+}
+
+int upper_write(struct upper *upper, const void *buffer, size_t length, uint64_t offset)
+{
+    const char *bytes = buffer;
+    int rc = may_write(upper, offset, length);
+    if (!rc && length && bytes_are_zero(buffer, length))
+        return upper_discard(upper, offset, length);
+    while (!rc && length) {
+        size_t piece = length < LSMT_MAX_LENGTH * LSMT_SECTOR ? length : LSMT_MAX_LENGTH * LSMT_SECTOR;
+        rc = write_piece(upper, bytes, piece, offset);
+        bytes += piece, offset += piece, length -= piece;
+    }
+    return rc;
+}
+
+int upper_discard(struct upper *upper, uint64_t offset, uint64_t length)
+{
+    int rc = may_write(upper, offset, length);
+    uint64_t sector = offset / LSMT_SECTOR, left = length / LSMT_SECTOR;
+    while (!rc && left) {
+        uint64_t piece = left < LSMT_MAX_LENGTH ? left : LSMT_MAX_LENGTH;
+        pthread_mutex_lock(&upper->append);
+        rc = put_segment(upper, seg_make(sector, piece, upper->data_end / LSMT_SECTOR, true, 0), 0);
+        pthread_mutex_unlock(&upper->append);
+        sector += piece, left -= piece;
+    }
+    return rc;
+}
+
+static int flush_locked(struct upper *upper)
+{
+    pthread_mutex_lock(&upper->append);
+    uint64_t records = upper->records;
+    bool clean = records == upper->synced;
+    pthread_mutex_unlock(&upper->append);
+    if (upper->failed)
+        return -upper->failed;
+    if (clean)
+        return 0;
+    /* The kernel forgets which pages it could not write: after one failure nothing can be promised any more. */
+    if (fdatasync(upper->data_fd) || fdatasync(upper->index_fd)) {
+        upper->failed = errno;
+        return -upper->failed;
+    }
+    /* The barrier itself need not be durable: it saves checking the data again, and proves damage. */
+    pthread_mutex_lock(&upper->append);
+    upper->synced = records;
+    bool alone = upper->records == records;
+    if (put_record(upper, RECORD_BARRIER, (struct segment){LSMT_NO_OFFSET, records}, 0) == 0 && alone)
+        upper->synced = upper->records;
+    pthread_mutex_unlock(&upper->append);
+    return 0;
+}
+
+int upper_flush(struct upper *upper)
+{
+    pthread_mutex_lock(&upper->flushing);
+    int rc = flush_locked(upper);
+    pthread_mutex_unlock(&upper->flushing);
+    return rc;
+}
+
+int upper_resize(struct upper *upper, uint64_t virtual_size)
+{
+    if (!virtual_size || virtual_size % LSMT_SECTOR || virtual_size / LSMT_SECTOR > LSMT_MAX_SECTORS)
+        return -EINVAL;
+    if (upper->frozen)
+        return -EROFS;
+    pthread_mutex_lock(&upper->append);
+    int rc = put_record(upper, RECORD_RESIZE, (struct segment){LSMT_NO_OFFSET, virtual_size / LSMT_SECTOR}, 0);
+    if (!rc)
+        upper->virtual_size = virtual_size;
+    pthread_mutex_unlock(&upper->append);
+    if (rc || (rc = upper_flush(upper)))
+        return rc;
+    /* Other readers know only the headers; ours believe the record. */
+    uint64_t at = offsetof(struct lsmt_header, virtual_size);
+    upper->header.virtual_size = virtual_size;
+    rc = write_fully(upper->data_fd, &virtual_size, sizeof virtual_size, at);
+    return rc ? rc : write_fully(upper->index_fd, &virtual_size, sizeof virtual_size, at);
+}
+
+int upper_read_at(struct upper *upper, void *buffer, size_t length, uint64_t moffset)
+{
+    return read_fully(upper->data_fd, buffer, length, moffset);
+}
+
+uint64_t upper_virtual_size(const struct upper *upper) { return upper->virtual_size; }
+uint64_t upper_data_end(const struct upper *upper) { return upper->data_end; }
+pthread_rwlock_t *upper_lock(struct upper *upper) { return &upper->lock; }
+const struct map *upper_map(const struct upper *upper) { return &upper->map; }
+
+uint64_t upper_segments(struct upper *upper)
+{
+    pthread_rwlock_rdlock(&upper->lock);
+    uint64_t count = upper->map.count;
+    pthread_rwlock_unlock(&upper->lock);
+    return count;
+}
+
+static struct layer *as_layer(int data_fd, const char *path, uint64_t data_end, uint64_t virtual_size,
+                              const struct lsmt_header *header, uint64_t entries)
+{
+    struct layer_info info = {0};
+    int fd = fcntl(data_fd, F_DUPFD_CLOEXEC, 0);
+    if (fd < 0)
+        return NULL;
+    struct source *source = source_file(fd, path, 0, data_end);
+    if (!source)
+        return NULL;
+    header_info(header, &info);
+    snprintf(info.kind, sizeof info.kind, "writable");
+    info.virtual_size = virtual_size;
+    info.index_entries = entries;
+    info.data_bytes = data_end - LSMT_BLOCK;
+    struct layer *layer = layer_new(source, &info);
+    if (!layer)
+        source->close(source);
+    return layer;
+}
+
+int upper_freeze(struct upper *upper, struct layer **layer, struct index **index)
+{
+    upper->frozen = true;
+    if (!(*index = map_freeze(&upper->map)))
+        return -ENOMEM;
+    *layer = as_layer(upper->data_fd, upper->data_path, upper->data_end, upper->virtual_size, &upper->header,
+                      (*index)->count);
+    if (!*layer) {
+        index_unref(*index);
+        upper->frozen = false;
+        return -ENOMEM;
+    }
+    return 0;
+}
+
+void upper_thaw(struct upper *upper) { upper->frozen = false; }
+
+static int write_seal(struct upper *upper, const struct index *index)
+{
+    struct lsmt_header trailer;
+    uint64_t bytes = index->count * sizeof(struct segment), padded = (bytes + 511) / 512 * 512;
+    uint64_t end = upper->data_end + padded;
+    int rc = ftruncate(upper->data_fd, (off_t)upper->data_end) || ftruncate(upper->data_fd, (off_t)end) ? -errno : 0;
+    header_fill(&trailer, LSMT_IS_DATA | LSMT_SEALED, upper->virtual_size, upper->header.uuid,
+                upper->header.parent_uuid, NULL);
+    memcpy(trailer.user_tag, upper->header.user_tag, LSMT_TAG);
+    trailer.index_offset = upper->data_end;
+    trailer.index_size = index->count;
+    if (!rc)
+        rc = write_fully(upper->data_fd, index->segments, bytes, upper->data_end);
+    /* The trailer says that all before it is there: it must not reach the disk first. */
+    if (!rc && fdatasync(upper->data_fd))
+        rc = -errno;
+    if (!rc)
+        rc = write_fully(upper->data_fd, &trailer, sizeof trailer, end);
+    return !rc && fdatasync(upper->data_fd) ? -errno : rc;
+}
+
+int upper_seal(struct upper *upper, struct fault *fault)
+{
+    if (upper->failed)
+        return fault_set(fault, upper->failed, "data", "an earlier flush failed: %s", strerror(upper->failed));
+    upper->frozen = true;
+    struct index *index = map_freeze(&upper->map);
+    int rc = index ? write_seal(upper, index) : -ENOMEM;
+    index_unref(index);
+    if (!rc && unlink(upper->index_path))
+        rc = -errno;
+    if (!rc)
+        rc = sync_directory(upper->index_path);
+    return rc ? fault_set(fault, -rc, "data", "%s cannot be sealed: %s", upper->data_path, strerror(-rc)) : 0;
+}
+
+int layer_open_writable(const char *data, const char *index_path, struct layer **out, struct index **index,
+                        struct fault *fault)
+{
+    struct journal journal;
+    int data_fd = open(data, O_RDONLY | O_CLOEXEC), index_fd = open(index_path, O_RDONLY | O_CLOEXEC), rc;
+    if (data_fd < 0 || index_fd < 0)
+        rc = fault_set(fault, errno, data_fd < 0 ? "data" : "index", "cannot open: %s", strerror(errno));
+    else
+        rc = journal_load(data_fd, index_fd, &journal, fault);
+    if (!rc) {
+        *index = map_freeze(&journal.map);
+        *out = *index ? as_layer(data_fd, data, journal.data_end, journal.virtual_size, &journal.header,
+                                 (*index)->count) : NULL;
+        map_free(&journal.map);
+        if (!*out) {
+            index_unref(*index);
+            rc = fault_set(fault, ENOMEM, "memory", "out of memory");
+        }
+    }
+    if (data_fd >= 0)
+        close(data_fd);
+    if (index_fd >= 0)
+        close(index_fd);
+    return rc;
+}

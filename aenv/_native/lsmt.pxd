@@ -1,0 +1,130 @@
+"""C declarations of the layer library, and the extension types other modules cimport."""
+
+from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
+
+
+cdef extern from "block.h" nogil:
+    struct block_device:
+        bint read_only
+
+
+cdef extern from "lsmt.h" nogil:
+    enum:
+        LSMT_MAX_ENTRIES, LSMT_UUID, LSMT_TAG
+
+    struct fault:
+        int code
+        char field[48]
+        char text[208]
+
+    uint32_t crc32c_raw(uint32_t crc, const void *data, size_t length)
+
+    struct segment:
+        uint64_t word0, word1
+    uint64_t seg_offset(const segment *)
+    uint64_t seg_length(const segment *)
+    uint64_t seg_moffset(const segment *)
+    bint seg_zeroed(const segment *)
+    unsigned seg_tag(const segment *)
+    segment seg_make(uint64_t offset, uint64_t length, uint64_t moffset, bint zeroed, unsigned tag)
+
+    struct index:
+        size_t count
+        segment *segments
+    index *index_new(segment *segments, size_t count)
+    void index_unref(index *)
+    size_t index_find(const index *, uint64_t sector)
+
+    struct source:
+        uint64_t size
+    ctypedef int (*progress_t)(void *, uint64_t) noexcept nogil
+    int zfile_verify(source *, progress_t progress, void *opaque, fault *)
+
+    struct layer_info:
+        uint64_t virtual_size, index_entries, data_bytes
+        char uuid[37]
+        char parent_uuid[37]
+        char user_tag[257]
+        char kind[16]
+
+    struct layer:
+        source *source
+        layer_info info
+    int layer_open(const char *path, layer **, index **, fault *)
+    int layer_open_writable(const char *data, const char *index_path, layer **, index **, fault *)
+    void layer_unref(layer *)
+
+    struct stack:
+        unsigned layers, levels
+        uint64_t virtual_size
+    int stack_new(layer **layers, index **indexes, unsigned count, stack **, fault *)
+    int stack_push(const stack *, layer *, index *, stack **, fault *)
+    stack *stack_ref(stack *)
+    void stack_unref(stack *)
+    int stack_read(stack *, void *buffer, size_t length, uint64_t offset, bint direct)
+    index *stack_flatten(const stack *)
+    uint64_t stack_segments(const stack *)
+
+    enum layer_form:
+        FORM_PLAIN, FORM_LZ4, FORM_ZSTD
+
+    struct writer_options:
+        layer_form form
+        uint32_t block_size
+        bint tar
+        uint64_t virtual_size
+        const char *uuid
+        const char *parent_uuid
+        const char *user_tag
+
+    struct writer
+    int writer_new(int fd, const writer_options *, writer **, fault *)
+    int writer_add(writer *, uint64_t sector, uint64_t sectors, const void *data, fault *)
+    uint64_t writer_entries(const writer *)
+    int writer_finish(writer *, uint64_t *file_size, fault *)
+    void writer_free(writer *)
+
+    struct commit_result:
+        uint64_t entries, data_bytes, zero_bytes, same_bytes, file_size
+    int stack_commit(stack *, stack *parent, bint keep_zeros, int fd, const writer_options *, uint64_t max_entries,
+                     progress_t progress, void *opaque, commit_result *, fault *)
+
+    struct upper
+    struct upper_recovery:
+        uint64_t records, cut_records, cut_data_bytes
+    int upper_create(const char *data, const char *index, uint64_t virtual_size, const char *uuid,
+                     const char *parent_uuid, fault *)
+    int upper_open(const char *data, const char *index, upper **, upper_recovery *, fault *)
+    void upper_close(upper *)
+    uint64_t upper_segments(upper *)
+    uint64_t upper_data_end(const upper *)
+    uint64_t upper_virtual_size(const upper *)
+    int upper_seal(upper *, fault *)
+
+    struct image_stats:
+        uint64_t reads, read_bytes, writes, write_bytes, discards, flushes, restacks, errors
+
+    struct image
+    int image_new(stack *, upper *, bint direct, image **, fault *)
+    void image_free(image *)
+    block_device *image_device(image *)
+    int image_read(image *, void *buffer, size_t length, uint64_t offset)
+    int image_write(image *, const void *buffer, size_t length, uint64_t offset)
+    int image_discard(image *, uint64_t offset, uint64_t length)
+    int image_flush(image *)
+    int image_resize(image *, uint64_t virtual_size)
+    int image_restack(image *, upper *next, upper **old, fault *)
+    uint64_t image_size(const image *)
+    stack *image_stack(image *)
+    upper *image_upper(image *)
+    void image_get_stats(const image *, image_stats *)
+
+
+cdef class Image:
+    """Its C side must not be used after `close`; a front end closes its own side first."""
+
+    cdef image *_image
+    cdef readonly str data_path
+    cdef readonly str index_path
+    cdef readonly object recovery
+    cdef int _check_open(self) except -1

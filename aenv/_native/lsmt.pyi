@@ -1,0 +1,148 @@
+"""Types of the layer library."""
+
+from collections.abc import Callable, Iterator, Sequence
+from os import PathLike
+from typing import NamedTuple
+
+from typing_extensions import Buffer
+
+MAX_ENTRIES: int
+FORMS: dict[str, int]
+
+_Path = str | PathLike[str]
+
+class LayerInfo(NamedTuple):
+    kind: str
+    virtual_size: int
+    uuid: str
+    parent_uuid: str
+    user_tag: str
+    entries: int
+    data_bytes: int
+
+class Segment(NamedTuple):
+    offset: int
+    length: int
+    moffset: int
+    zeroed: bool
+    layer: int
+
+class CommitResult(NamedTuple):
+    entries: int
+    data_bytes: int
+    zero_bytes: int
+    same_bytes: int
+    file_size: int
+
+class Recovery(NamedTuple):
+    records: int
+    cut_records: int
+    cut_data_bytes: int
+
+class Stats(NamedTuple):
+    reads: int
+    read_bytes: int
+    writes: int
+    write_bytes: int
+    discards: int
+    flushes: int
+    restacks: int
+    errors: int
+
+def crc32c(data: Buffer, crc: int = 0) -> int: ...
+def create_writable(
+    data: _Path, index_path: _Path, virtual_size: int, *, uuid: str, parent_uuid: str = ""
+) -> None: ...
+def lookup_nanoseconds(segments: int, rounds: int, seed: int = 1) -> float: ...
+
+class Layer:
+    path: str
+    def __init__(self, path: _Path, index_path: _Path | None = None) -> None: ...
+    @property
+    def info(self) -> LayerInfo: ...
+    def segments(self) -> Iterator[Segment]: ...
+    def verify(self, progress: Callable[[int], None] | None = None) -> None: ...
+
+class Stack:
+    def __init__(self, layers: Sequence[Layer]) -> None: ...
+    def push(self, layer: Layer) -> Stack: ...
+    @property
+    def virtual_size(self) -> int: ...
+    @property
+    def layer_count(self) -> int: ...
+    @property
+    def level_count(self) -> int: ...
+    @property
+    def segment_count(self) -> int: ...
+    def read(self, offset: int, length: int) -> bytes: ...
+    def segments(self) -> Iterator[Segment]: ...
+    def commit(
+        self,
+        fd: int,
+        *,
+        form: str = "plain",
+        block_size: int = 4096,
+        tar: bool = False,
+        uuid: str = "",
+        parent_uuid: str = "",
+        user_tag: str = "",
+        parent: Stack | None = None,
+        keep_zeros: bool = False,
+        max_entries: int = ...,
+        virtual_size: int | None = None,
+        progress: Callable[[int], None] | None = None,
+    ) -> CommitResult: ...
+
+class Writer:
+    def __init__(
+        self,
+        fd: int,
+        virtual_size: int,
+        *,
+        form: str = "plain",
+        block_size: int = 4096,
+        tar: bool = False,
+        uuid: str = "",
+        parent_uuid: str = "",
+        user_tag: str = "",
+    ) -> None: ...
+    def add(self, offset: int, data: Buffer) -> None: ...
+    def add_zeros(self, offset: int, length: int) -> None: ...
+    @property
+    def entries(self) -> int: ...
+    def finish(self) -> int: ...
+
+class Sealing:
+    data_path: str
+    def __init__(self, data: _Path, index_path: _Path) -> None: ...
+    def finish(self) -> None: ...
+
+class Image:
+    data_path: str | None
+    index_path: str | None
+    recovery: Recovery | None
+    def __init__(
+        self,
+        stack: Stack | None = None,
+        data: _Path | None = None,
+        index_path: _Path | None = None,
+        *,
+        direct: bool = False,
+    ) -> None: ...
+    def close(self) -> None: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def read_only(self) -> bool: ...
+    @property
+    def stack(self) -> Stack | None: ...
+    @property
+    def segments(self) -> tuple[int, int]: ...
+    @property
+    def stats(self) -> Stats: ...
+    def read(self, offset: int, length: int) -> bytes: ...
+    def write(self, offset: int, data: Buffer) -> None: ...
+    def discard(self, offset: int, length: int) -> None: ...
+    def flush(self) -> None: ...
+    def resize(self, virtual_size: int) -> None: ...
+    def restack(self, data: _Path, index_path: _Path) -> Sealing: ...
