@@ -5,6 +5,7 @@
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <sys/resource.h>
 #include <sys/types.h>
 #include <event2/event.h>
 #include <jansson.h>
@@ -34,6 +35,7 @@ struct envd {
 	char *template_id;      /* NULL until /init */
 	int64_t init_ns;        /* timestamp of the newest /init that was applied, 0: none */
 
+	struct rlimit file_limit; /* RLIMIT_NOFILE as it was given to us; processes get it back */
 	bool no_system;         /* leave clock, host name, machine id and random pool alone */
 	char *host_addresses[ENVD_MAX_HOST_ADDRESSES]; /* peers that may call /init and /dial */
 	size_t n_host_addresses;

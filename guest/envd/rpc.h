@@ -100,6 +100,7 @@ void rpc_stream_fail_call(struct rpc_stream *stream); /* ends with the failure k
 void rpc_stream_keepalive(struct rpc_stream *stream, const char *json);
 /* True when more than HTTP_HIGH_WATER bytes wait for a slow reader; on_drain follows. */
 bool rpc_stream_full(const struct rpc_stream *stream);
+size_t rpc_stream_pending(const struct rpc_stream *stream); /* bytes that wait for the reader */
 
 /* Client stream: on_message for each message; then on_done, whose answer (new reference) is sent, or NULL after
  * rpc_fail(). on_message returning false ends the call with the failure of rpc_fail(). */

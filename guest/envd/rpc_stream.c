@@ -131,6 +131,11 @@ bool rpc_stream_full(const struct rpc_stream *stream)
 	return http_pending(stream->call.http) > HTTP_HIGH_WATER;
 }
 
+size_t rpc_stream_pending(const struct rpc_stream *stream)
+{
+	return http_pending(stream->call.http);
+}
+
 static void on_keepalive(evutil_socket_t fd, short what, void *arg)
 {
 	struct rpc_stream *stream = arg;
