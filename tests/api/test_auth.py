@@ -104,6 +104,15 @@ def test_many_at_once_agree_on_one_key(tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == ["api-key"]
 
 
+def test_a_key_made_in_the_meantime_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "api-key"
+    path.write_text(KEY)
+    path.chmod(0o600)
+    monkeypatch.setattr(Path, "exists", lambda _self: False)  # as it was when the other process looked
+    assert load_or_create_key(path) == KEY
+    assert [entry.name for entry in tmp_path.iterdir()] == ["api-key"]
+
+
 @pytest.mark.parametrize("content", [b"", b"\n", b"secret", b"e2b_XYZ", b"e2b_", b"e2b_abc\n", b"\xff\xfe"])
 def test_file_that_holds_no_key(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "api-key"

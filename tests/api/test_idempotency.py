@@ -14,12 +14,14 @@ from aenv.errors import UnavailableError
 class Counter:
     def __init__(self) -> None:
         self.started = 0
+        self.begun = asyncio.Event()
         self.gate = asyncio.Event()
         self.failure: Exception | None = None
 
     async def run(self) -> int:
         self.started += 1
         number = self.started
+        self.begun.set()
         await self.gate.wait()
         if self.failure is not None:
             raise self.failure
@@ -79,7 +81,7 @@ def test_operation_outlives_its_caller() -> None:
         table: IdempotencyTable[int] = IdempotencyTable()
         counter = Counter()
         first = asyncio.ensure_future(table.run("k", b"one", counter.run))
-        await asyncio.sleep(0)
+        await counter.begun.wait()
         first.cancel()
         with pytest.raises(asyncio.CancelledError):
             await first
