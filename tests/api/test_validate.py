@@ -346,3 +346,9 @@ def test_an_update_names_its_fields_without_prefix() -> None:
 
     with pytest.raises(InvalidInputError, match=r"^denyOut: "):
         network_update(NetworkUpdateBody(deny_out=["x.com"]))
+
+
+def test_a_header_sent_twice() -> None:
+    with pytest.raises(InvalidInputError, match="Idempotency-Key: sent more than once"):
+        validate.header(["a", "a"], "Idempotency-Key", validate.idempotency_key)
+    assert validate.header([], "Idempotency-Key", validate.idempotency_key) is None
