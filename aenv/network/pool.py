@@ -51,6 +51,7 @@ class SlotPool:
         self._removing = 0
         self._free: list[int] = []  # indices given back, a heap
         self._fresh = itertools.count()
+        self._kept: set[int] = set()  # to be adopted
         self._taken: set[int] = set()  # indices that exist, are being made, or could not be removed
         self._makers = asyncio.Semaphore(_MAKERS)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -76,6 +77,7 @@ class SlotPool:
         self._fabric = fabric = Fabric(self._tag, side, nft, executor)
         try:
             existing = set(namespace.list_indices(self._tag))
+            self._kept = set(kept)
             self._taken |= kept | existing
             if side:
                 await loop.run_in_executor(executor, side.sweep, kept)
@@ -114,13 +116,17 @@ class SlotPool:
     async def adopt(self, index: int) -> Slot:
         """The slot of a VM that outlived an earlier daemon, with the policy it had; `start` must have kept it.
 
-        Raises NotFoundError, ConflictError (in use already).
+        Raises NotFoundError (what is left of it goes), ConflictError (`start` did not keep it, or it is in use).
         """
         fabric = self._running()
-        if index in self._used or any(slot.index == index for slot in self._ready):
-            raise ConflictError(f"network slot {index} is in use")
-        self._taken.add(index)
-        self._used[index] = slot = await in_worker(fabric, adopt_slot, index)
+        if index not in self._kept:
+            raise ConflictError(f"network slot {index} was not kept for adoption")
+        self._kept.discard(index)
+        try:
+            self._used[index] = slot = await in_worker(fabric, adopt_slot, index)
+        except AenvError:
+            self._spawn(self._remove(fabric, index))
+            raise
         return slot
 
     async def release(self, slot: Slot) -> None:
@@ -192,7 +198,7 @@ class SlotPool:
         try:
             async with self._makers:
                 slot = await in_worker(fabric, create_slot, index)
-        except Exception as error:  # noqa: BLE001 - whatever it is, somebody waits to hear of it
+        except Exception as error:  # whatever it is, somebody waits to hear of it
             self._making -= 1
             self._give_back(index)
             self._failed(error)
@@ -223,8 +229,12 @@ class SlotPool:
         self._retry = None
         self._fill()
 
-    async def _remove(self, fabric: Fabric, index: int) -> None:
+    def _remove(self, fabric: Fabric, index: int) -> Coroutine[Any, Any, None]:
+        """Counts the removal at once, so that a `take` before its first step knows an index will be free soon."""
         self._removing += 1
+        return self._finish_removal(fabric, index)
+
+    async def _finish_removal(self, fabric: Fabric, index: int) -> None:
         try:
             async with self._makers:
                 await in_worker(fabric, delete_slot, index)

@@ -6,8 +6,8 @@ Nothing here has a route out of these namespaces. The stand-in addresses exist i
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
-import itertools
 import os
 import secrets
 import select
@@ -15,6 +15,7 @@ import socket
 import subprocess
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from pyroute2 import IPRoute
@@ -38,7 +39,6 @@ FORBIDDEN = ("10.1.2.3", "172.16.5.6", "192.168.7.8", "169.254.169.254", "100.64
 FORBIDDEN6 = ("fd00:ec2::254", "fc00::5", "64:ff9b::a01:203", "2002:a01:203::1", "2001::9", "4000::1")
 UPLINK_ADDRESS, UPLINK_ADDRESS6 = "203.0.113.1", "2001:db8:ff::1"
 PORT = 8080
-_counter = itertools.count()
 
 
 def _run(*command: str) -> str:
@@ -163,6 +163,13 @@ class Guest:
         namespace.create(self.name)
         self.handle = namespace.open_handle(self.name)
         self._tap = slot.tap_fd()
+        with ThreadPoolExecutor(1) as executor:  # pyroute2 needs a thread without a running event loop
+            executor.submit(self._wire).result()
+        self._stop, self._wake = os.pipe()
+        self._thread = threading.Thread(target=self._relay)
+        self._thread.start()
+
+    def _wire(self) -> None:
         with namespace.entered(self.handle):
             self._eth = _open_tun()
             _attach(self._eth, "eth0")
@@ -175,9 +182,6 @@ class Guest:
                 ip.addr("add", index=link, address=GUEST_ADDRESS6, prefixlen=PREFIX_LENGTH6, flags=2)
                 ip.route("add", dst="default", gateway=HOST_ADDRESS, oif=link)
                 ip.route("add", dst="default", family=socket.AF_INET6, gateway=HOST_ADDRESS6, oif=link)
-        self._stop, self._wake = os.pipe()
-        self._thread = threading.Thread(target=self._relay)
-        self._thread.start()
 
     def _relay(self) -> None:
         other = {self._tap: self._eth, self._eth: self._tap}
@@ -185,8 +189,14 @@ class Guest:
             for source in select.select([self._stop, *other], [], [])[0]:
                 if source == self._stop:
                     return
-                with contextlib.suppress(BlockingIOError):
+                try:
                     os.write(other[source], os.read(source, 65600))
+                except BlockingIOError:
+                    continue
+                except OSError as error:
+                    if error.errno not in (errno.EBADFD, errno.EIO):
+                        raise
+                    return  # the slot's tap has been removed
 
     def inject(self, frame: bytes) -> None:
         """Send a raw Ethernet frame as a guest could, past the guest's kernel."""

@@ -248,10 +248,9 @@ def test_denial_ends_established_flows(world: World, address: str) -> None:
         connection.sendall(b"one")
         assert connection.recv(100) == b"one"
         world.apply(Policy(deny=("198.51.100.0/24", "2001:db8::/64")))
-        with pytest.raises(OSError):  # reset at once, not after a time-out
-            connection.sendall(b"two")
+        connection.sendall(b"two")
+        with pytest.raises(ConnectionResetError):
             connection.recv(100)
-            connection.sendall(b"three")
 
 
 def test_allowed_flows_survive_a_change(world: World) -> None:
@@ -371,8 +370,8 @@ def _udp6(source: str, payload: bytes) -> bytes:
         _udp6("fe80::1", b"spoof"),
         _udp6("::", b"spoof"),
         _udp6("2001:db8::99", b"spoof"),
-        # IPv4 with the guest's address inside a VLAN frame
-        (lambda f: f[:12] + b"\x81\x00\x00\x01" + f[12:])(_udp4(GUEST_ADDRESS, b"spoof")),
+        # a VLAN frame with the guest's own address
+        _udp4(GUEST_ADDRESS, b"spoof")[:12] + b"\x81\x00\x00\x01" + _udp4(GUEST_ADDRESS, b"spoof")[12:],
     ],
 )
 def test_spoofed_source_is_dropped(world: World, frame: bytes) -> None:
