@@ -51,7 +51,7 @@ _STATES = {
 
 
 def _new_user(kind: VmmKind) -> User | None:
-    """None when we are not root and cannot change identity."""
+    """An identity that no other process has; None when we are not root and cannot change ours."""
     if os.geteuid() != 0:
         return None
     groups = (os.stat("/dev/kvm").st_gid,) if kind is VmmKind.QEMU_KVM else ()
@@ -87,7 +87,7 @@ class QemuVmm(Vmm):
             raise InvalidInputError("kind", f"{kind} is not a kind of QEMU")
         self.kind = kind
         self.version = version
-        self._binary = binary
+        self.binary = binary
         self._read_only_image = read_only_image
 
     @classmethod
@@ -166,7 +166,7 @@ class QemuVmm(Vmm):
                     arguments += _boot_arguments(machine, kernel, initrd)
                     arguments += _disk_arguments(disk, opened)
                 process = spawn(
-                    [self._binary, *arguments], fds=inherited, cwd=run_dir, user=user, log=run_dir / LOG_NAME
+                    [self.binary, *arguments], fds=inherited, cwd=run_dir, user=user, log=run_dir / LOG_NAME
                 )
                 vm = QemuVm(self.kind, process, run_dir)
                 vm.image = (ram, size)
