@@ -441,9 +441,12 @@ class _Connection(asyncio.Protocol):
         chunked = False
         bodiless = status in (204, 304) or status < 200
         if isinstance(body, bytes) or body is None:
-            given = response.headers.get("content-length") if request.method == "HEAD" and body is None else None
-            if not bodiless:
-                fields.append(("Content-Length", given or str(len(body) if body else 0)))
+            if request.method == "HEAD" and body is None:  # what GET would say, if the handler knows it
+                given = response.headers.get("content-length")
+            else:
+                given = str(len(body)) if body else "0"
+            if given is not None and not bodiless:
+                fields.append(("Content-Length", given))
         else:
             given = response.headers.get("content-length")
             if bodiless:

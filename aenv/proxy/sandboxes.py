@@ -1,0 +1,30 @@
+"""Finds the sandboxes of this node for the proxy, and wakes those that asked for it."""
+
+from __future__ import annotations
+
+from aenv.errors import NotFoundError
+from aenv.proxy.target import SandboxNotFoundError, Target
+from aenv.sandbox.manager import Manager
+
+
+class SandboxResolver:
+    """The `Resolver` over a node's manager."""
+
+    def __init__(self, manager: Manager) -> None:
+        self._manager = manager
+
+    async def resolve(self, sandbox_id: str, port: int, request_path: str, envd: bool) -> Target:
+        """The machine that traffic goes to. Raises SandboxNotFoundError; whatever a resume that was tried raises."""
+        try:
+            sandbox, running = await self._manager.reach(sandbox_id)
+        except NotFoundError as error:
+            raise SandboxNotFoundError from error
+        return Target(
+            sandbox_id,
+            running.incarnation,
+            running.connect,
+            running.closed,
+            self._manager.envd_token(sandbox),
+            self._manager.traffic_token(sandbox),
+            sandbox.record.options.network.mask_request_host,
+        )
