@@ -13,6 +13,10 @@ class SandboxResolver:
     def __init__(self, manager: Manager) -> None:
         self._manager = manager
 
+    def traffic_token(self, sandbox_id: str) -> str | None:
+        """See `Resolver`."""
+        return self._manager.traffic_token_of(sandbox_id)
+
     async def resolve(self, sandbox_id: str, port: int, request_path: str, envd: bool) -> Target:
         """The machine that traffic goes to. Raises SandboxNotFoundError; whatever a resume that was tried raises."""
         try:
@@ -24,7 +28,6 @@ class SandboxResolver:
             running.incarnation,
             running.connect,
             running.closed,
-            self._manager.envd_token(sandbox),
-            self._manager.traffic_token(sandbox),
-            sandbox.record.options.network.mask_request_host,
+            envd_token=self._manager.envd_token(sandbox),
+            mask_host=sandbox.record.options.network.mask_request_host,
         )
