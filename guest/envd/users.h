@@ -1,4 +1,4 @@
-/* Users and groups from /etc/passwd and /etc/group of the image, read with fgetpwent/fgetgrent: a static glibc must
+/* Users and groups from /etc/passwd and /etc/group of the image, read as files: a static glibc must
  * not go through NSS, and an image may have none. Without an entry "root" is uid 0 with home /root. */
 #ifndef ENVD_USERS_H
 #define ENVD_USERS_H
