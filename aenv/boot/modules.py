@@ -41,10 +41,6 @@ class ModuleTree:
         lines = builtin.read_text().split() if builtin.exists() else []
         self._builtin = {_name(Path(line)) for line in lines}
 
-    def has(self, name: str) -> bool:
-        """Is there such a module, as a file or inside the kernel?"""
-        return normal(name) in self._files or normal(name) in self._builtin
-
     def resolve(self, names: Iterable[str]) -> list[Module]:
         """The modules and all that they depend on, each after its dependencies, without those built in.
 
@@ -133,7 +129,7 @@ def modinfo(elf: bytes, name: str) -> list[bytes]:
         if size < 64 or names_at >= count:
             raise broken
         sections = [struct.unpack_from("<IIQQQQ", elf, table + i * size) for i in range(count)]
-    except struct.error as error:
+    except (struct.error, OverflowError) as error:  # an offset beyond the file, or beyond the address space
         raise broken from error
     names = _content(elf, sections[names_at])
     for section in sections:

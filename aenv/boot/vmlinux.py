@@ -50,7 +50,7 @@ def boots_by_pvh(elf: bytes) -> bool:
             kind, _, offset, _, _, length = struct.unpack_from("<IIQQQQ", elf, table + number * size)
             if kind == _PT_NOTE and _has_note(elf[offset : offset + length], b"Xen\0", _PVH_NOTE):
                 return True
-    except struct.error:
+    except (struct.error, OverflowError):
         return False
     return False
 
