@@ -348,6 +348,7 @@ static void process_end(struct process *process)
 	process->owner->n_ended++;
 	TAILQ_REMOVE(&process->owner->list, process, link); /* ended records lie in the order of their ends */
 	TAILQ_INSERT_TAIL(&process->owner->list, process, link);
+	event_del(&process->timer); /* the last grace, when the output has ended within it */
 	evtimer_assign(&process->timer, process_base(process), on_retained, process);
 	after_ms(&process->timer, RETAIN_SECONDS * 1000);
 	limit_retained(process->owner);
