@@ -70,6 +70,7 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("vmm.pool", _whole(0, 64), 2, "VMM processes kept ready per hot snapshot"),
     Setting("vmm.hot", _whole(0, 64), 2, "how many snapshots have a pool at a time (the last used ones)"),
     Setting("network.pool", _whole(0, 256), 4, "network slots kept ready"),
+    Setting("network.max", _whole(1, 4096), 1024, "network slots that may exist at a time"),
     Setting("sandbox.max", _whole(1, 10000), 200, "sandboxes that may run at a time"),
     Setting("sandbox.max_timeout", _whole(1, 10**9), 86400, "longest time-out a client may ask for, in seconds"),
     Setting("agent.timeout", _whole(1, 600), 60, "how long a guest may take to answer after start, in seconds"),

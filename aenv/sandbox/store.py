@@ -47,6 +47,8 @@ class Record(msgspec.Struct, kw_only=True):
     end_at: float
     state: SandboxState = SandboxState.STARTING
     machine: Machine | None = None
+    memory_kept: bool = True  # by the last pause
+    machine_id: str | None = None  # /etc/machine-id of the guest: the same for all incarnations
 
 
 class Store:
@@ -71,7 +73,9 @@ class Store:
 
     def insert(self, record: Record) -> None:
         """Add a new record. Raises sqlite3.IntegrityError when the id exists."""
-        self._db.execute("INSERT INTO sandboxes VALUES (?, ?, ?)", (record.id, record.state, msgspec.json.encode(record)))
+        self._db.execute(
+            "INSERT INTO sandboxes VALUES (?, ?, ?)", (record.id, record.state, msgspec.json.encode(record))
+        )
 
     def save(self, record: Record) -> None:
         """Write a changed record back. The state must not have changed: that is `transition`'s work."""

@@ -85,6 +85,7 @@ class Vm(ABC):
 
     kind: VmmKind
     pid: int
+    start_time: int  # of the process, as `Vmm.adopt` takes it
     state: VmState
     run_dir: Path
     exited: asyncio.Future[Exit]  # done as soon as the process ends or the guest shuts down by itself

@@ -1,0 +1,133 @@
+"""The command line's way to a daemon: where it is, which key opens it, and one call of its API."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, urlsplit
+
+import msgspec
+
+from aenv.agent.client import ENVD_PORT
+from aenv.agent.process import Processes
+from aenv.daemon import Daemon
+from aenv.errors import AenvError, UnavailableError
+from aenv.http.client import Connection, ConnectionLostError
+from aenv.http.head import ProtocolError
+
+ANSWER_LIMIT = 16 << 20  # bytes
+
+
+class ApiError(AenvError):
+    """The daemon said no; `status` is the HTTP status."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class Remote:
+    """A daemon. The address comes from `--url`, AENV_URL, E2B_API_URL or the home; the key from AENV_API_KEY,
+    E2B_API_KEY or the home."""
+
+    def __init__(self, url: str, key: str) -> None:
+        parts = urlsplit(url)
+        if parts.scheme != "http" or not parts.hostname:
+            raise UnavailableError(f"{url!r} is not an address of a daemon", hint="use http://HOST:PORT")
+        self.url = url.rstrip("/")
+        self._key = key
+        self._address = (parts.hostname, parts.port or 80)
+
+    @classmethod
+    def find(cls, home: Path, url: str | None = None) -> Remote:
+        """Raises UnavailableError that says what to start or to set."""
+        url = url or os.environ.get("AENV_URL") or os.environ.get("E2B_API_URL")
+        key = os.environ.get("AENV_API_KEY") or os.environ.get("E2B_API_KEY")
+        try:
+            if url is None:
+                url = Daemon.read(home).url
+            if key is None:
+                key = (home / "secrets/api-key").read_text().strip()
+        except FileNotFoundError as error:
+            raise UnavailableError(
+                f"no daemon has been started with home {home}",
+                hint="start `aenv serve`, or say where it is: --home DIR, or AENV_URL and AENV_API_KEY",
+            ) from error
+        except PermissionError as error:
+            raise UnavailableError(
+                f"{error.filename} is readable for its owner only", hint="set AENV_API_KEY, or run as the daemon's user"
+            ) from error
+        return cls(url, key)
+
+    async def open(self) -> Connection:
+        """A connection to the daemon. Raises UnavailableError when nothing listens."""
+        host, port = self._address
+        try:
+            family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            sock = socket.socket(family, kind, protocol)
+            sock.settimeout(10)
+            sock.connect(address)
+            sock.setblocking(False)
+            return await Connection.open(sock)
+        except OSError as error:
+            raise UnavailableError(
+                f"no daemon answers at {self.url}: {error.strerror or error}", hint="is `aenv serve` running?"
+            ) from error
+
+    async def call(self, method: str, path: str, body: Any = None) -> Any:
+        """One API call; the decoded answer, or None for an empty one. Raises ApiError or UnavailableError."""
+        answer, _ = await self._call(method, path, body)
+        return answer
+
+    async def pages(self, path: str) -> list[Any]:
+        """All pages of a list."""
+        found: list[Any] = []
+        token = ""
+        while True:
+            page, token = await self._call("GET", f"{path}?limit=100&nextToken={quote(token)}" if token else path)
+            found += page
+            if not token:
+                return found
+
+    async def _call(self, method: str, path: str, body: Any = None) -> tuple[Any, str]:
+        """The decoded answer and the token of the next page, if there is one."""
+        headers = {"Host": urlsplit(self.url).netloc, "X-API-Key": self._key}
+        content: bytes | None = None
+        if body is not None:
+            headers["Content-Type"] = "application/json"
+            content = msgspec.json.encode(body)
+        connection = await self.open()
+        try:
+            response = await connection.request(method, path, headers.items(), content)
+            answer = await response.read(ANSWER_LIMIT)
+        except (ConnectionLostError, ProtocolError) as error:
+            raise UnavailableError(f"the daemon at {self.url} hung up: {error.message}") from error
+        finally:
+            connection.close()
+        if response.status >= 400:
+            raise ApiError(response.status, _message(answer, response.status))
+        return msgspec.json.decode(answer) if answer else None, response.headers.get("x-next-token") or ""
+
+    async def processes(self, sandbox_id: str, user: str | None = None) -> Processes:
+        """The processes of a running sandbox, through the daemon's proxy; resumes it when it is paused."""
+        box = await self.call("POST", f"/v2/sandboxes/{sandbox_id}/connect", {})
+        headers = {
+            "Host": urlsplit(self.url).netloc,
+            "E2b-Sandbox-Id": sandbox_id,
+            "E2b-Sandbox-Port": str(ENVD_PORT),
+        }
+        if token := box.get("envdAccessToken"):
+            headers["X-Access-Token"] = token
+        return Processes(self.open, headers, user)
+
+
+def _message(answer: bytes, status: int) -> str:
+    fallback = f"the daemon answered with status {status}"
+    try:
+        decoded: Mapping[str, Any] = msgspec.json.decode(answer, type=dict[str, Any])
+    except msgspec.MsgspecError:
+        return fallback
+    return str(decoded.get("message", fallback))

@@ -1,0 +1,212 @@
+"""Commands on sandboxes: start, exec, ls, pause, resume, rm."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from typing import Any
+
+import click
+import uvloop
+
+from aenv.agent.process import Ended, Output, Started
+from aenv.cli.main import home_of
+from aenv.cli.output import json_option, print_json, print_table, say, wants_json
+from aenv.cli.remote import Remote
+from aenv.cli.terminal import attach
+from aenv.errors import InvalidInputError
+
+
+def remote_of(ctx: click.Context) -> Remote:
+    return Remote.find(home_of(ctx), ctx.find_root().obj["url"])
+
+
+def _pairs(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> dict[str, str]:
+    pairs = dict(value.partition("=")[::2] for value in values)
+    if "" in pairs or any("=" not in value for value in values):
+        raise click.BadParameter("expected NAME=VALUE")
+    return pairs
+
+
+@click.command("start")
+@click.argument("template")
+@click.option("-d", "--detach", is_flag=True, help="Print the id and return; do not open a shell.")
+@click.option("-e", "--env", multiple=True, callback=_pairs, metavar="NAME=VALUE", help="Environment variable.")
+@click.option("-m", "--metadata", multiple=True, callback=_pairs, metavar="NAME=VALUE", help="Metadata, to find it by.")
+@click.option("--timeout", default=3600, show_default=True, help="Seconds until it is ended or paused.")
+@click.option("--auto-pause", is_flag=True, help="Pause at the time-out instead of ending it.")
+@click.option("--keep", is_flag=True, help="Keep the sandbox when the shell ends.")
+@json_option
+@click.pass_context
+def start_command(
+    ctx: click.Context,
+    template: str,
+    detach: bool,
+    env: dict[str, str],
+    metadata: dict[str, str],
+    timeout: int,
+    auto_pause: bool,
+    keep: bool,
+    as_json: bool,
+) -> None:
+    """Start a sandbox from TEMPLATE and open a shell in it.
+
+    The sandbox ends with the shell unless --keep is given. With -d it goes on until its time-out.
+    """
+    remote = remote_of(ctx)
+    body = {
+        "templateID": template,
+        "timeout": timeout,
+        "envVars": env,
+        "metadata": metadata,
+        "autoPause": auto_pause,
+    }
+
+    async def run() -> int:
+        began = asyncio.get_running_loop().time()
+        box = await remote.call("POST", "/v2/sandboxes", body)
+        took = (asyncio.get_running_loop().time() - began) * 1000
+        sandbox_id = box["sandboxID"]
+        if detach:
+            if wants_json(as_json):
+                print_json(box)
+            else:
+                click.echo(sandbox_id)
+            return 0
+        say(f"{sandbox_id} started in {took:.0f} ms")
+        try:
+            return await attach(await remote.processes(sandbox_id))
+        finally:
+            if not keep:
+                await remote.call("DELETE", f"/sandboxes/{sandbox_id}")
+
+    sys.exit(uvloop.run(run()))
+
+
+@click.command("exec", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.option("-e", "--env", multiple=True, callback=_pairs, metavar="NAME=VALUE", help="Environment variable.")
+@click.option("-u", "--user", help="User in the sandbox (default: the template's).")
+@click.option("-w", "--cwd", help="Working directory.")
+@click.option("-t", "--tty", is_flag=True, help="Give the command a terminal.")
+@click.argument("sandbox_id", metavar="ID")
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
+@click.pass_context
+def exec_command(
+    ctx: click.Context,
+    env: dict[str, str],
+    user: str | None,
+    cwd: str | None,
+    tty: bool,
+    sandbox_id: str,
+    command: tuple[str, ...],
+) -> None:
+    """Run COMMAND in sandbox ID; its input, output and exit status are this command's.
+
+    \b
+    aenv exec ID -- ls -l /
+    echo hello | aenv exec ID -- sh -c 'cat > greeting'
+    """
+    words = command[1:] if command[0] == "--" else command
+    if not words:
+        raise InvalidInputError("COMMAND", "is missing")
+    remote = remote_of(ctx)
+
+    async def run() -> int:
+        processes = await remote.processes(sandbox_id, user)
+        if tty:
+            return await attach(processes, words[0], words[1:], env=env, cwd=cwd)
+        has_input = not sys.stdin.isatty()
+        sender: asyncio.Task[None] | None = None
+        status = 1
+        try:
+            async for event in processes.start(words[0], words[1:], env=env, cwd=cwd, stdin=has_input):
+                match event:
+                    case Started(pid) if has_input:
+                        sender = asyncio.create_task(_send_stdin(processes, pid))
+                    case Output("stderr", data):
+                        sys.stderr.buffer.write(data)
+                        sys.stderr.buffer.flush()
+                    case Output(_, data):
+                        sys.stdout.buffer.write(data)
+                        sys.stdout.buffer.flush()
+                    case Ended(exit_code, text):
+                        status = exit_code if exit_code >= 0 else _signal_status(text)
+        finally:
+            if sender is not None:
+                sender.cancel()
+                await asyncio.gather(sender, return_exceptions=True)
+        return status
+
+    sys.exit(uvloop.run(run()))
+
+
+async def _send_stdin(processes: Any, pid: int) -> None:
+    while data := await asyncio.to_thread(os.read, sys.stdin.fileno(), 32768):
+        await processes.send_input(pid, data, pty=False)
+    await processes.close_stdin(pid)
+
+
+def _signal_status(text: str) -> int:
+    """128 + signal, as a shell reports it; `text` is Go's wording, `signal: killed`."""
+    numbers = {"hangup": 1, "interrupt": 2, "quit": 3, "aborted": 6, "killed": 9, "segmentation fault": 11,
+               "broken pipe": 13, "alarm clock": 14, "terminated": 15}  # fmt: skip
+    return 128 + numbers.get(text.removeprefix("signal: ").removesuffix(" (core dumped)"), 0)
+
+
+@click.command("ls")
+@json_option
+@click.pass_context
+def ls_command(ctx: click.Context, as_json: bool) -> None:
+    """List sandboxes, running and paused."""
+    remote = remote_of(ctx)
+
+    async def collect() -> list[dict[str, Any]]:
+        return await remote.pages("/v2/sandboxes")
+
+    boxes = uvloop.run(collect())
+    if wants_json(as_json):
+        print_json(boxes)
+        return
+    rows = [
+        (b["sandboxID"], b["state"], b.get("alias") or b["templateID"], b["startedAt"][:19], b["endAt"][:19],
+         " ".join(f"{k}={v}" for k, v in (b.get("metadata") or {}).items()))
+        for b in boxes
+    ]  # fmt: skip
+    print_table(("ID", "STATE", "TEMPLATE", "STARTED", "ENDS", "METADATA"), rows, "no sandboxes")
+
+
+def _each(ctx: click.Context, ids: tuple[str, ...], method: str, path: str, body: Any, done: str) -> None:
+    remote = remote_of(ctx)
+
+    async def run() -> None:
+        for sandbox_id in ids:
+            await remote.call(method, path.format(sandbox_id), body)
+            say(f"{sandbox_id} {done}")
+
+    uvloop.run(run())
+
+
+@click.command("pause")
+@click.argument("ids", metavar="ID...", nargs=-1, required=True)
+@click.pass_context
+def pause_command(ctx: click.Context, ids: tuple[str, ...]) -> None:
+    """Pause sandboxes: memory and disk are kept, nothing runs."""
+    _each(ctx, ids, "POST", "/sandboxes/{}/pause", {}, "paused")
+
+
+@click.command("resume")
+@click.argument("ids", metavar="ID...", nargs=-1, required=True)
+@click.option("--timeout", default=3600, show_default=True, help="Seconds until it is ended or paused again.")
+@click.pass_context
+def resume_command(ctx: click.Context, ids: tuple[str, ...], timeout: int) -> None:
+    """Resume paused sandboxes where they stopped."""
+    _each(ctx, ids, "POST", "/v2/sandboxes/{}/connect", {"timeout": timeout}, "runs")
+
+
+@click.command("rm")
+@click.argument("ids", metavar="ID...", nargs=-1, required=True)
+@click.pass_context
+def rm_command(ctx: click.Context, ids: tuple[str, ...]) -> None:
+    """End sandboxes, running or paused, and delete all that they wrote."""
+    _each(ctx, ids, "DELETE", "/sandboxes/{}", None, "ended")

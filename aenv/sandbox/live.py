@@ -1,0 +1,64 @@
+"""One sandbox in memory: its record, its machine while it has one, and its timer."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import UTC, datetime
+
+from aenv.sandbox.machines import Running
+from aenv.sandbox.service import PauseMode, SandboxInfo, SandboxState
+from aenv.sandbox.store import Record
+from aenv.storage.repository import Template
+
+ENVD_VERSION = "0.6.13"
+CLIENT_ID = "local"
+
+
+class Sandbox:
+    """`lock` is held by the one operation that changes the state; reading needs no lock.
+
+    `doomed` is set by a kill: an operation that waits for the guest stops waiting.
+    """
+
+    def __init__(self, record: Record, template: Template) -> None:
+        self.record = record
+        self.template = template
+        self.running: Running | None = None
+        self.ending: asyncio.Task[None] | None = None  # the machine of a pause that just went away
+        self.timer: asyncio.TimerHandle | None = None
+        self.lock = asyncio.Lock()
+        self.doomed = False
+
+    @property
+    def id(self) -> str:
+        return self.record.id
+
+    @property
+    def state(self) -> SandboxState:
+        return self.record.state
+
+    def info(self, *, envd_token: str | None, traffic_token: str | None, domain: str | None) -> SandboxInfo:
+        """The sandbox as the API shows it."""
+        record, manifest = self.record, self.template.manifest
+        paused = record.state in (SandboxState.PAUSED, SandboxState.PAUSING)
+        return SandboxInfo(
+            id=record.id,
+            template_id=record.template_id,
+            client_id=CLIENT_ID,
+            envd_version=ENVD_VERSION,
+            started_at=datetime.fromtimestamp(record.started_at, UTC),
+            end_at=datetime.fromtimestamp(record.end_at, UTC),
+            state=record.state,
+            cpu_count=manifest.vcpus,
+            memory_mib=manifest.memory_mib,
+            disk_mib=self.template.disk_size >> 20,
+            alias=self.template.names[0] if self.template.names else None,
+            envd_token=envd_token,
+            traffic_token=traffic_token,
+            domain=domain,
+            metadata=record.options.metadata,
+            network=record.options.network,
+            on_timeout=record.options.on_timeout,
+            auto_resume=record.options.auto_resume,
+            pause_mode=(PauseMode.FULL if record.memory_kept else PauseMode.FILESYSTEM) if paused else None,
+        )

@@ -1,0 +1,710 @@
+"""The life cycle of all sandboxes of a node: the implementation of `SandboxService`.
+
+An operation takes the sandbox's lock, moves its record by compare-and-set, works, and moves it again. It runs in a task
+of the manager's own, so a caller that hangs up does not stop it halfway. Callers that come meanwhile wait for the lock
+and then see what became of the sandbox.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import shutil
+import string
+from collections.abc import Coroutine, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, TypeVar
+
+from aenv.agent.client import Init, fresh_entropy
+from aenv.config import Config
+from aenv.errors import (
+    AenvError,
+    ConflictError,
+    GuestError,
+    InvalidInputError,
+    LimitError,
+    NotFoundError,
+    UnavailableError,
+)
+from aenv.network.base import Policy
+from aenv.observe.events import Event
+from aenv.observe.events import record as record_event
+from aenv.observe.logs import LogEntry, LogQuery, LogStore
+from aenv.observe.metrics import MetricPoint, MetricStore
+from aenv.sandbox.live import ENVD_VERSION, Sandbox
+from aenv.sandbox.machines import Machines, Running
+from aenv.sandbox.policy import egress_policy
+from aenv.sandbox.service import (
+    BuildStatus,
+    CreateOptions,
+    NetworkOptions,
+    OnTimeout,
+    SandboxInfo,
+    SandboxState,
+    TemplateInfo,
+)
+from aenv.sandbox.store import Machine, Record, Store, now
+from aenv.sandbox.tokens import Tokens
+from aenv.storage.repository import Repository, Template
+
+log = logging.getLogger("aenv.sandbox")
+T = TypeVar("T")
+
+ID_ALPHABET = string.ascii_lowercase + string.digits
+PAUSE_NAME = "pause"
+METRICS_INTERVAL = 5.0  # seconds
+ALIVE = (SandboxState.RUNNING, SandboxState.PAUSING, SandboxState.PAUSED, SandboxState.RESUMING)
+
+
+def new_sandbox_id() -> str:
+    """`i` and 20 lower-case letters or digits, the form the E2B clients know."""
+    return "i" + "".join(secrets.choice(ID_ALPHABET) for _ in range(20))
+
+
+class Manager:
+    """All sandboxes of this node. `open` before use, `close` after."""
+
+    def __init__(
+        self,
+        config: Config,
+        machines: Machines,
+        repository: Repository,
+        store: Store,
+        tokens: Tokens,
+        *,
+        domain: str | None = None,
+    ) -> None:
+        self._config = config
+        self._machines = machines
+        self._repository = repository
+        self._store = store
+        self._tokens = tokens
+        self._domain = domain
+        self._sandboxes: dict[str, Sandbox] = {}
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._logs = LogStore()
+        self._metrics = MetricStore()
+        self._sampler: asyncio.Task[None] | None = None
+        self._closing = False
+
+    # Start and stop of the daemon
+
+    async def open(self) -> None:
+        """Take over what an earlier daemon left: adopt live machines, finish or undo what it was in the middle of."""
+        records = self._store.load()
+        keep = {Path(r.machine.run_dir) for r in records if r.machine is not None}
+        await self._machines.sweep(keep)
+        for record in records:
+            await self._recover(record)
+        known = {record.id for record in records}
+        for folder in self._machines.folders():
+            if folder.name not in known:
+                shutil.rmtree(folder, ignore_errors=True)
+        self._sampler = asyncio.create_task(self._sample(), name="metrics sampler")
+
+    async def warm_up(self) -> None:
+        """Begin to keep machines ready for the newest templates, so that the first create is as fast as the others."""
+        for template in self._repository.templates()[-self._config["vmm.hot"] :]:
+            await self._machines.warm(template.id)
+
+    async def close(self) -> None:
+        """Pause every running sandbox, so that nothing runs without a daemon and nothing is lost."""
+        self._closing = True
+        if self._sampler is not None:
+            self._sampler.cancel()
+            await asyncio.gather(self._sampler, return_exceptions=True)
+        while self._tasks:
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+        for sandbox in list(self._sandboxes.values()):
+            self._stop_timer(sandbox)
+            if sandbox.state is SandboxState.RUNNING:
+                try:
+                    await self._do(self._pause(sandbox, memory=True, reason="daemon stops"))
+                except AenvError as error:
+                    log.error("sandbox %s could not be paused and is ended: %s", sandbox.id, error)
+                    await self._do(self._end(sandbox, Event.FAILED, "daemon stops, and the pause failed"))
+        while self._tasks:
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._machines.close()
+        self._store.close()
+
+    # SandboxService
+
+    async def create(self, options: CreateOptions) -> SandboxInfo:
+        template = self._repository.find(options.template)
+        self._check_timeout("timeout", options.timeout)
+        egress_policy(options.network)  # refuse what cannot be enforced before anything is made
+        running = sum(s.state not in (SandboxState.PAUSED, SandboxState.KILLING) for s in self._sandboxes.values())
+        if self._closing:
+            raise UnavailableError("the daemon is stopping")
+        if running >= self._config["sandbox.max"]:
+            raise LimitError(
+                f"{running} sandboxes run already",
+                hint="raise sandbox.max, or end some",
+            )
+        moment = now()
+        record = Record(
+            id=new_sandbox_id(),
+            template_id=template.id,
+            options=options,
+            started_at=moment,
+            end_at=moment + options.timeout,
+        )
+        self._store.insert(record)
+        sandbox = self._sandboxes[record.id] = Sandbox(record, template)
+        return await self._do(self._create(sandbox))
+
+    async def get(self, sandbox_id: str) -> SandboxInfo:
+        return self._info(self._visible(sandbox_id))
+
+    async def sandboxes(self) -> Sequence[SandboxInfo]:
+        return [self._info(s) for s in self._sandboxes.values() if s.state in ALIVE and not s.doomed]
+
+    async def kill(self, sandbox_id: str) -> None:
+        sandbox = self._find(sandbox_id)
+        await self._do(self._end(sandbox, Event.KILLED, "on request"))
+
+    async def pause(self, sandbox_id: str, *, memory: bool = True, require_healthy: bool = False) -> None:
+        sandbox = self._visible(sandbox_id)
+        await self._do(self._pause(sandbox, memory=memory, require_healthy=require_healthy, reason="on request"))
+
+    async def connect(self, sandbox_id: str, timeout: int, *, memory: bool = True) -> tuple[SandboxInfo, bool]:
+        self._check_timeout("timeout", timeout)
+        sandbox = self._visible(sandbox_id)
+        resumed = await self._do(self._resume(sandbox, timeout, memory=memory))
+        if not resumed:
+            self._extend(sandbox, timeout)
+        return self._info(sandbox), resumed
+
+    async def resume(
+        self, sandbox_id: str, timeout: int, *, on_timeout: OnTimeout | None = None, memory: bool = True
+    ) -> SandboxInfo:
+        self._check_timeout("timeout", timeout)
+        sandbox = self._visible(sandbox_id)
+        if not await self._do(self._resume(sandbox, timeout, memory=memory, on_timeout=on_timeout)):
+            raise ConflictError(f"sandbox {sandbox_id} is already running")
+        return self._info(sandbox)
+
+    async def set_timeout(self, sandbox_id: str, timeout: int) -> None:
+        sandbox = self._running(sandbox_id)
+        self._check_timeout("timeout", timeout, low=0)
+        self._set_end(sandbox, now() + timeout)
+
+    async def refresh(self, sandbox_id: str, duration: int) -> None:
+        sandbox = self._running(sandbox_id)
+        self._check_timeout("duration", duration, low=0)
+        self._extend(sandbox, duration)
+
+    async def set_network(self, sandbox_id: str, network: NetworkOptions) -> None:
+        sandbox = self._running(sandbox_id)
+        policy = egress_policy(network)
+        await self._do(self._apply_network(sandbox, network, policy))
+
+    async def metrics(self, sandbox_id: str, start: datetime | None, end: datetime | None) -> Sequence[MetricPoint]:
+        self._visible(sandbox_id)
+        return self._metrics.window(sandbox_id, start, end)
+
+    async def latest_metric(self, sandbox_id: str) -> MetricPoint | None:
+        self._visible(sandbox_id)
+        return self._metrics.latest(sandbox_id)
+
+    async def logs(self, sandbox_id: str, query: LogQuery) -> Sequence[LogEntry]:
+        self._visible(sandbox_id)
+        return self._logs.query(sandbox_id, query)
+
+    async def templates(self) -> Sequence[TemplateInfo]:
+        return [_template_info(t) for t in self._repository.templates()]
+
+    async def template(self, name: str) -> TemplateInfo:
+        return _template_info(self._repository.find(name))
+
+    async def delete_template(self, name: str) -> None:
+        template = self._repository.find(name)
+        users = [s.id for s in self._sandboxes.values() if s.template.id == template.id]
+        if users:
+            raise ConflictError(f"template {name} is in use by {len(users)} sandboxes, {users[0]} among them")
+        await self._machines.cool(template.id)
+        await asyncio.to_thread(self._repository.delete, template)
+
+    # What the data plane needs
+
+    def has(self, sandbox_id: str) -> bool:
+        return sandbox_id in self._sandboxes
+
+    async def reach(self, sandbox_id: str) -> tuple[Sandbox, Running]:
+        """The running machine that traffic for a sandbox goes to; wakes a paused one that asked for auto-resume.
+
+        Raises NotFoundError when it is not running and will not be woken.
+        """
+        sandbox = self._sandboxes.get(sandbox_id)
+        if sandbox is None or sandbox.doomed:
+            raise NotFoundError(f"sandbox {sandbox_id} does not exist")
+        if sandbox.state is not SandboxState.RUNNING and sandbox.record.options.auto_resume and not self._closing:
+            try:
+                await self._do(self._resume(sandbox, max(sandbox.record.options.timeout, 300), memory=True))
+            except ConflictError as error:
+                raise NotFoundError(f"sandbox {sandbox_id} is not running") from error
+        if sandbox.state is not SandboxState.RUNNING or sandbox.running is None:
+            raise NotFoundError(f"sandbox {sandbox_id} is not running")
+        return sandbox, sandbox.running
+
+    def envd_token(self, sandbox: Sandbox) -> str | None:
+        return self._tokens.envd(sandbox.id) if sandbox.record.options.secure else None
+
+    def traffic_token(self, sandbox: Sandbox) -> str | None:
+        return None if sandbox.record.options.network.allow_public_traffic else self._tokens.traffic(sandbox.id)
+
+    def traffic_token_of(self, sandbox_id: str) -> str | None:
+        """The token traffic for this sandbox must show, known without waking it; None when there is no such sandbox."""
+        sandbox = self._sandboxes.get(sandbox_id)
+        return None if sandbox is None else self.traffic_token(sandbox)
+
+    # Operations: each holds the lock and moves the record
+
+    async def _create(self, sandbox: Sandbox) -> SandboxInfo:
+        async with sandbox.lock:
+            try:
+                disk = self._machines.new_disk(sandbox.id, sandbox.template)
+                policy = egress_policy(sandbox.record.options.network)
+                running = await self._machines.restore(sandbox.template, disk, policy)
+                await self._bring_up(sandbox, running, (SandboxState.STARTING,), sandbox.record.options.timeout)
+            except BaseException as error:
+                await self._forget(sandbox)
+                if not isinstance(error, AenvError):
+                    log.exception("create of sandbox %s failed", sandbox.id)
+                raise
+            self._event(sandbox, Event.CREATED, f"from template {sandbox.template.title}")
+            return self._info(sandbox)
+
+    async def _pause(self, sandbox: Sandbox, *, memory: bool, reason: str, require_healthy: bool = False) -> None:
+        async with sandbox.lock:
+            if sandbox.state is SandboxState.PAUSED:
+                raise ConflictError(f"sandbox {sandbox.id} is already paused")
+            running = self._machine_of(sandbox)
+            agent = running.agent(self.envd_token(sandbox))
+            if require_healthy or not memory:
+                try:
+                    async with asyncio.timeout(5):
+                        await agent.health()
+                except (GuestError, TimeoutError) as error:
+                    raise UnavailableError(f"the guest agent does not answer: {error}") from error
+            self._store.transition(sandbox.record, (SandboxState.RUNNING,), SandboxState.PAUSING)
+            self._stop_timer(sandbox)
+            target = self._machines.directory(sandbox.id) / PAUSE_NAME
+            try:
+                running.close()
+                if memory:
+                    stats = await self._machines.capture_pause(running, sandbox.template, target)
+                    detail = f"{reason}; {stats.stored_pages} pages in {stats.total_s * 1000:.0f} ms"
+                else:
+                    await running.vm.pause()
+                    detail = f"{reason}; disk only"
+                sandbox.record.machine = None
+                sandbox.record.memory_kept = memory
+                self._store.transition(sandbox.record, (SandboxState.PAUSING,), SandboxState.PAUSED)
+            except BaseException as error:
+                await self._unpause(sandbox, running, target)
+                if not isinstance(error, AenvError):
+                    log.exception("pause of sandbox %s failed", sandbox.id)
+                raise
+            sandbox.running = None
+            self._event(sandbox, Event.PAUSED, detail)
+            # The capture is whole: the process can go after the answer. Whoever resumes waits for it.
+            sandbox.ending = self._own(self._machines.end(running))
+
+    async def _unpause(self, sandbox: Sandbox, running: Running, target: Path) -> None:
+        """A pause failed: the guest goes on, with fresh connections, unless its machine is dead."""
+        shutil.rmtree(target, ignore_errors=True)
+        if sandbox.doomed:
+            return
+        try:
+            await running.vm.resume()
+        except AenvError as error:
+            await self._lose(sandbox, f"pause failed and the machine did not go on: {error.message}")
+            return
+        revived = running.revived()
+        sandbox.running = revived
+        sandbox.record.machine = _machine_record(revived)
+        self._store.transition(sandbox.record, (SandboxState.PAUSING,), SandboxState.RUNNING)
+        self._watch(sandbox, revived)
+        self._set_end(sandbox, sandbox.record.end_at)
+
+    async def _resume(
+        self, sandbox: Sandbox, timeout: int, *, memory: bool, on_timeout: OnTimeout | None = None
+    ) -> bool:
+        """True when it was paused and runs now, False when it ran already."""
+        async with sandbox.lock:
+            if sandbox.state is SandboxState.RUNNING and not sandbox.doomed:
+                return False
+            if self._closing:
+                raise UnavailableError("the daemon is stopping")
+            if sandbox.doomed:
+                raise NotFoundError(f"sandbox {sandbox.id} does not exist")
+            self._store.transition(sandbox.record, (SandboxState.PAUSED,), SandboxState.RESUMING)
+            began = asyncio.get_running_loop().time()
+            target = self._machines.directory(sandbox.id) / PAUSE_NAME
+            try:
+                if sandbox.ending is not None:
+                    await sandbox.ending  # the old process still holds the disk
+                    sandbox.ending = None
+                disk = self._machines.disk(sandbox.id, sandbox.template)
+                policy = egress_policy(sandbox.record.options.network)
+                if memory and sandbox.record.memory_kept:
+                    running = await self._machines.restore(sandbox.template, disk, policy, paused=target)
+                else:
+                    running = await self._machines.boot(sandbox.template, disk, policy)
+                if on_timeout is not None:
+                    sandbox.record.options = replace(sandbox.record.options, on_timeout=on_timeout)
+                await self._bring_up(sandbox, running, (SandboxState.RESUMING,), timeout)
+            except BaseException as error:
+                if not sandbox.doomed and sandbox.state is SandboxState.RESUMING:
+                    sandbox.record.machine = None
+                    self._store.transition(sandbox.record, (SandboxState.RESUMING,), SandboxState.PAUSED)
+                if not isinstance(error, AenvError):
+                    log.exception("resume of sandbox %s failed", sandbox.id)
+                raise
+            await asyncio.to_thread(shutil.rmtree, target, ignore_errors=True)
+            took = (asyncio.get_running_loop().time() - began) * 1000
+            self._event(sandbox, Event.RESUMED, f"in {took:.0f} ms")
+            return True
+
+    async def _bring_up(
+        self, sandbox: Sandbox, running: Running, sources: tuple[SandboxState, ...], timeout: int
+    ) -> None:
+        """Let the vCPUs run, initialise the agent and move the record to RUNNING. Ends the machine when that fails.
+
+        The machine is on record before its first instruction: from then on its disk differs from any snapshot, so a
+        daemon that is killed here must find this machine again, not start another one.
+        """
+        sandbox.running = running
+        try:
+            sandbox.record.machine = _machine_record(running)
+            self._store.save(sandbox.record)
+            await running.vm.resume()
+            await self._initialise(sandbox, running)
+            sandbox.record.end_at = now() + timeout
+            self._store.transition(sandbox.record, sources, SandboxState.RUNNING)
+        except BaseException:
+            sandbox.running = None
+            await self._machines.end(running)
+            raise
+        self._watch(sandbox, running)
+        self._set_end(sandbox, sandbox.record.end_at)
+
+    async def _initialise(self, sandbox: Sandbox, running: Running) -> None:
+        """POST /init until the agent has answered: a restored one does so at once, a booting one in some seconds."""
+        manifest, options = sandbox.template.manifest, sandbox.record.options
+        agent = running.agent(None)
+        limit = self._config["agent.timeout"]
+        deadline = asyncio.get_running_loop().time() + limit
+        body = Init(
+            env_vars={**manifest.context.env, **options.env},
+            access_token=self.envd_token(sandbox),
+            timestamp="",
+            default_user=manifest.context.user,
+            default_workdir=manifest.context.workdir or "",
+            hostname=sandbox.id,
+            machine_id=secrets.token_hex(16) if sandbox.record.machine_id is None else sandbox.record.machine_id,
+            entropy=fresh_entropy(),
+            sandbox_id=sandbox.id,
+            template_id=sandbox.template.id,
+            lifecycle_id=running.incarnation,
+        )
+        sandbox.record.machine_id = body.machine_id
+        last = "no answer"
+        while True:
+            body.timestamp = datetime.now(UTC).isoformat()
+            try:
+                await self._first(agent.init(body), running, deadline)
+                return
+            except (GuestError, TimeoutError) as error:
+                last = str(error) or last
+            if running.vm.exited.done():
+                outcome = running.vm.exited.result()
+                raise GuestError(f"the machine ended while it started: {outcome.reason}\n{outcome.serial_tail}".strip())
+            if running.closed.done():
+                raise NotFoundError(f"sandbox {sandbox.id} was killed while it started")
+            if asyncio.get_running_loop().time() >= deadline:
+                tail = await running.vm.serial_tail()
+                raise GuestError(
+                    f"the guest agent did not answer within {limit} s ({last}); end of the serial console:\n{tail}"
+                )
+            await asyncio.wait([running.vm.exited], timeout=0.05)  # it boots: nothing tells when its agent listens
+
+    async def _first(self, work: Coroutine[Any, Any, None], running: Running, deadline: float) -> None:
+        """Wait for `work`, but not longer than its machine lives. Raises TimeoutError when it did not finish."""
+        attempt = asyncio.ensure_future(work)
+        left = max(0.0, deadline - asyncio.get_running_loop().time())
+        try:
+            events: list[asyncio.Future[Any]] = [attempt, running.closed, running.vm.exited]
+            await asyncio.wait(events, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            if not attempt.done():
+                raise TimeoutError
+            attempt.result()
+        finally:
+            attempt.cancel()
+
+    async def _apply_network(self, sandbox: Sandbox, network: NetworkOptions, policy: Policy) -> None:
+        async with sandbox.lock:
+            running = self._machine_of(sandbox)
+            await running.slot.apply(policy)
+            sandbox.record.options = _with_network(sandbox.record.options, network)
+            self._store.save(sandbox.record)
+            self._event(sandbox, Event.UPDATED, "network")
+
+    async def _end(self, sandbox: Sandbox, event: Event, reason: str) -> None:
+        """Kill in any state. A start or resume under way fails at once because its machine dies."""
+        if sandbox.doomed:
+            async with sandbox.lock:  # another caller ends it: join
+                return
+        sandbox.doomed = True
+        if sandbox.running is not None:
+            sandbox.running.close()
+        async with sandbox.lock:
+            if self._sandboxes.get(sandbox.id) is not sandbox:
+                return
+            self._event(sandbox, event, reason)
+            if sandbox.state is not SandboxState.KILLING:
+                self._store.transition(sandbox.record, list(SandboxState), SandboxState.KILLING)
+            await self._forget(sandbox)
+
+    async def _lose(self, sandbox: Sandbox, reason: str) -> None:
+        """The machine is dead: the sandbox is gone, with the reason in its log. The caller holds the lock."""
+        self._event(sandbox, Event.FAILED, reason)
+        log.error("sandbox %s lost: %s", sandbox.id, reason)
+        sandbox.doomed = True
+        self._store.transition(sandbox.record, list(SandboxState), SandboxState.KILLING)
+        await self._forget(sandbox)
+
+    async def _forget(self, sandbox: Sandbox) -> None:
+        """Remove all that there is of a sandbox. The record goes last: a daemon killed here finds it and goes on."""
+        self._stop_timer(sandbox)
+        sandbox.doomed = True
+        running, sandbox.running = sandbox.running, None
+        if running is not None:
+            await self._machines.end(running)
+        if sandbox.ending is not None:
+            await sandbox.ending
+        await asyncio.to_thread(shutil.rmtree, self._machines.directory(sandbox.id), ignore_errors=True)
+        self._store.delete(sandbox.id)
+        self._sandboxes.pop(sandbox.id, None)
+        self._metrics.forget(sandbox.id)
+        self._logs.forget(sandbox.id)
+
+    async def _recover(self, record: Record) -> None:
+        """One record found at start."""
+        try:
+            template = self._repository.find(record.template_id)
+        except NotFoundError as error:
+            log.error("sandbox %s is removed: %s", record.id, error)
+            await self._abandon(record)
+            self._store.delete(record.id)
+            return
+        sandbox = self._sandboxes[record.id] = Sandbox(record, template)
+        state, machine = record.state, record.machine
+        if state is SandboxState.PAUSED or (state is SandboxState.RESUMING and machine is None):
+            record.machine = None
+            self._store.transition(record, (state,), SandboxState.PAUSED)
+            return
+        if state in (SandboxState.RUNNING, SandboxState.PAUSING, SandboxState.RESUMING) and machine is not None:
+            try:
+                running = await self._machines.adopt(machine)
+                await running.vm.resume()  # a capture that was under way had stopped it
+                await self._initialise(sandbox, running)
+            except (AenvError, TimeoutError) as error:
+                async with sandbox.lock:
+                    await self._abandon(record)
+                    await self._lose(sandbox, f"its machine did not survive the daemon: {error}")
+                return
+            for leftover in (PAUSE_NAME, PAUSE_NAME + ".part"):
+                shutil.rmtree(self._machines.directory(record.id) / leftover, ignore_errors=True)
+            sandbox.running = running
+            if state is not SandboxState.RUNNING:
+                self._store.transition(record, (state,), SandboxState.RUNNING)
+            self._watch(sandbox, running)
+            self._set_end(sandbox, record.end_at)
+            return
+        async with sandbox.lock:  # starting or killing: what it was is not worth keeping
+            await self._abandon(record)
+            await self._forget(sandbox)
+
+    async def _abandon(self, record: Record) -> None:
+        if record.machine is not None:
+            await self._machines.abandon(record.machine)
+
+    # Timers and watching
+
+    def _set_end(self, sandbox: Sandbox, end_at: float) -> None:
+        self._stop_timer(sandbox)
+        sandbox.record.end_at = end_at
+        self._store.save(sandbox.record)
+        delay = max(0.0, end_at - now())
+        sandbox.timer = asyncio.get_running_loop().call_later(delay, self._expire, sandbox)
+
+    def _extend(self, sandbox: Sandbox, timeout: int) -> None:
+        if sandbox.state is SandboxState.RUNNING and now() + timeout > sandbox.record.end_at:
+            self._set_end(sandbox, now() + timeout)
+
+    def _stop_timer(self, sandbox: Sandbox) -> None:
+        if sandbox.timer is not None:
+            sandbox.timer.cancel()
+            sandbox.timer = None
+
+    def _expire(self, sandbox: Sandbox) -> None:
+        self._own(self._expired(sandbox))
+
+    async def _expired(self, sandbox: Sandbox) -> None:
+        options = sandbox.record.options
+        try:
+            if options.on_timeout is OnTimeout.PAUSE:
+                await self._pause(sandbox, memory=options.pause_memory, reason="time-out reached")
+            else:
+                await self._end(sandbox, Event.EXPIRED, "killed")
+        except ConflictError:
+            pass  # somebody was faster: it is paused or gone, which is what the timer wanted
+        except AenvError as error:
+            log.error("sandbox %s could not be paused at its time-out: %s", sandbox.id, error)
+            self._event(sandbox, Event.FAILED, f"pause at time-out failed: {error.message}")
+
+    def _watch(self, sandbox: Sandbox, running: Running) -> None:
+        running.vm.exited.add_done_callback(lambda _: self._machine_ended(sandbox, running))
+
+    def _machine_ended(self, sandbox: Sandbox, running: Running) -> None:
+        if sandbox.running is running and not sandbox.doomed:
+            running.close()
+            self._own(self._lost(sandbox, running))
+
+    async def _lost(self, sandbox: Sandbox, running: Running) -> None:
+        async with sandbox.lock:
+            if sandbox.running is running and not sandbox.doomed:
+                outcome = running.vm.exited.result()
+                await self._lose(sandbox, f"{outcome.reason}\n{outcome.serial_tail}".strip())
+
+    async def _sample(self) -> None:
+        """Ask every running guest for its metrics once an interval."""
+        while True:
+            await asyncio.gather(*(self._sample_one(s) for s in list(self._sandboxes.values())))
+            await asyncio.sleep(METRICS_INTERVAL)
+
+    async def _sample_one(self, sandbox: Sandbox) -> None:
+        running = sandbox.running
+        if sandbox.state is not SandboxState.RUNNING or running is None:
+            return
+        try:
+            async with asyncio.timeout(METRICS_INTERVAL):
+                m = await running.agent(self.envd_token(sandbox)).metrics()
+        except (GuestError, TimeoutError) as error:
+            log.debug("no metrics of sandbox %s: %s", sandbox.id, error)
+            return
+        self._metrics.add(
+            sandbox.id,
+            MetricPoint(
+                timestamp=datetime.now(UTC),
+                cpu_count=m.cpu_count,
+                cpu_used_pct=m.cpu_used_pct,
+                mem_used=m.mem_used,
+                mem_total=m.mem_total,
+                mem_cache=m.mem_cache,
+                disk_used=m.disk_used,
+                disk_total=m.disk_total,
+            ),
+        )
+
+    # Small things
+
+    async def _do(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run an operation in a task of its own; a cancelled caller leaves it running."""
+        return await asyncio.shield(self._own(work))
+
+    def _own(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+        return task
+
+    def _done(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None and not isinstance(error, AenvError):
+            log.error("an operation failed: %r", error)
+
+    def _find(self, sandbox_id: str) -> Sandbox:
+        sandbox = self._sandboxes.get(sandbox_id)
+        if sandbox is None:
+            raise NotFoundError(f"sandbox {sandbox_id} does not exist")
+        return sandbox
+
+    def _visible(self, sandbox_id: str) -> Sandbox:
+        sandbox = self._find(sandbox_id)
+        if sandbox.doomed or sandbox.state not in ALIVE:
+            raise NotFoundError(f"sandbox {sandbox_id} does not exist")
+        return sandbox
+
+    def _running(self, sandbox_id: str) -> Sandbox:
+        sandbox = self._visible(sandbox_id)
+        if sandbox.state is not SandboxState.RUNNING:
+            raise ConflictError(f"sandbox {sandbox_id} is {sandbox.state.value}")
+        return sandbox
+
+    def _machine_of(self, sandbox: Sandbox) -> Running:
+        if sandbox.doomed:
+            raise NotFoundError(f"sandbox {sandbox.id} does not exist")
+        if sandbox.state is not SandboxState.RUNNING or sandbox.running is None:
+            raise ConflictError(f"sandbox {sandbox.id} is {sandbox.state.value}")
+        return sandbox.running
+
+    def _info(self, sandbox: Sandbox) -> SandboxInfo:
+        return sandbox.info(
+            envd_token=self.envd_token(sandbox), traffic_token=self.traffic_token(sandbox), domain=self._domain
+        )
+
+    def _event(self, sandbox: Sandbox, event: Event, detail: str) -> None:
+        log.info("sandbox %s %s: %s", sandbox.id, event.value, detail)
+        record_event(self._logs.ring(sandbox.id), event, detail)
+
+    def _check_timeout(self, field: str, seconds: int, low: int = 1) -> None:
+        limit = self._config["sandbox.max_timeout"]
+        if not low <= seconds <= limit:
+            raise InvalidInputError(field, f"must be from {low} to {limit} seconds, got {seconds}")
+
+
+def _machine_record(running: Running) -> Machine:
+    return Machine(
+        pid=running.vm.pid,
+        start_time=running.vm.start_time,
+        run_dir=str(running.vm.run_dir),
+        slot=running.slot.index,
+        incarnation=running.incarnation,
+    )
+
+
+def _with_network(options: CreateOptions, network: NetworkOptions) -> CreateOptions:
+    """Egress rules are replaced as a whole; what concerns inbound traffic stays."""
+    old = options.network
+    merged = replace(
+        network,
+        allow_public_traffic=old.allow_public_traffic,
+        mask_request_host=old.mask_request_host,
+        https_ports=old.https_ports,
+    )
+    return replace(options, network=merged)
+
+
+def _template_info(template: Template) -> TemplateInfo:
+    manifest = template.manifest
+    created = datetime.fromtimestamp(manifest.created, UTC)
+    return TemplateInfo(
+        id=template.id,
+        build_id=manifest.build_id,
+        names=template.names,
+        cpu_count=manifest.vcpus,
+        memory_mib=manifest.memory_mib,
+        disk_mib=template.disk_size >> 20,
+        created_at=created,
+        updated_at=created,
+        envd_version=ENVD_VERSION,
+        status=BuildStatus.READY,
+        public=True,
+    )

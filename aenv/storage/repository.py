@@ -1,0 +1,167 @@
+"""The committed repository in a POSIX directory: one directory a template, and one file that gives them names.
+
+A template's directory is made under `staging` and moved here when it is whole; its manifest is its proof. Several
+processes may use a repository at once (the daemon and a build on the command line): nothing is cached but manifests,
+which never change.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from aenv.errors import ConflictError, InvalidInputError, NotFoundError
+from aenv.snapshot.manifest import Manifest, SnapshotKind, sync_directory, write_atomically
+from aenv.vmm.base import Machine
+
+NAMES_FILE = "names.json"
+DEFAULT_TAG = "default"
+_ID = re.compile(r"[a-z0-9]{1,64}")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
+_TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """A committed template: its manifest, where its files are, and the names that lead to it now."""
+
+    directory: Path
+    manifest: Manifest
+    names: tuple[str, ...]
+
+    @property
+    def id(self) -> str:
+        return self.manifest.id
+
+    @property
+    def title(self) -> str:
+        """What to call it in a sentence."""
+        return self.names[0] if self.names else self.id
+
+    @property
+    def machine(self) -> Machine:
+        return self.manifest.machine
+
+    @property
+    def memory(self) -> Path:
+        """The RAM image that all its sandboxes map."""
+        return self.directory / self.manifest.memory[0]
+
+    @property
+    def state(self) -> Path:
+        return self.directory / self.manifest.state
+
+    @property
+    def disk(self) -> Path:
+        return self.directory / self.manifest.disk.name
+
+    @property
+    def disk_size(self) -> int:
+        """Bytes."""
+        return self.manifest.disk.size
+
+
+def split_name(text: str) -> str:
+    """A template's name as it is stored: `name`, or `name:tag` when the tag is not the default one.
+
+    Raises InvalidInputError.
+    """
+    name, colon, tag = text.partition(":")
+    if not _NAME.fullmatch(name) or ".." in name or (colon and not _TAG.fullmatch(tag)):
+        raise InvalidInputError("template", f"{text!r} is not a template name")
+    return name if not colon or tag == DEFAULT_TAG else text
+
+
+class Repository:
+    """All templates of a home."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._manifests: dict[str, Manifest] = {}
+
+    def find(self, text: str) -> Template:
+        """By id, `name` or `name:tag`. Raises NotFoundError, InvalidInputError for what can be neither."""
+        name = split_name(text)
+        names = self._names()
+        identity = names.get(name, name)
+        if _ID.fullmatch(identity) and (self._directory / identity).is_dir():
+            return self._template(identity, names)
+        raise NotFoundError(f"template {text!r} does not exist", hint="aenv template ls shows what there is")
+
+    def templates(self) -> list[Template]:
+        """All of them, oldest first."""
+        names = self._names()
+        found = [
+            self._template(entry.name, names)
+            for entry in self._directory.iterdir()
+            if entry.is_dir() and _ID.fullmatch(entry.name)
+        ]
+        return sorted(found, key=lambda t: t.manifest.created)
+
+    def commit(self, staged: Path, names: Sequence[str] = ()) -> Template:
+        """Move a directory with a saved manifest into the repository and point `names` at it.
+
+        Raises ConflictError when its id is taken.
+        """
+        manifest = Manifest.load(staged)
+        if manifest.kind is not SnapshotKind.TEMPLATE or not _ID.fullmatch(manifest.id):
+            raise InvalidInputError("manifest.id", f"{manifest.id!r} is no template")
+        stored = [split_name(name) for name in names]
+        target = self._directory / manifest.id
+        if target.exists():
+            raise ConflictError(f"template {manifest.id} exists already")
+        staged.chmod(0o711)
+        sync_directory(staged)
+        staged.rename(target)
+        sync_directory(self._directory)
+        with self._changing_names() as table:
+            table.update(dict.fromkeys(stored, manifest.id))
+        return self.find(manifest.id)
+
+    def delete(self, template: Template) -> None:
+        """Forget its names, then remove its files."""
+        with self._changing_names() as table:
+            for name in [n for n, identity in table.items() if identity == template.id]:
+                del table[name]
+        self._manifests.pop(template.id, None)
+        doomed = self._directory / f".deleted-{template.id}"  # a half removed one must not be found
+        template.directory.rename(doomed)
+        shutil.rmtree(doomed)
+
+    def _template(self, identity: str, names: dict[str, str]) -> Template:
+        directory = self._directory / identity
+        manifest = self._manifests.get(identity)
+        if manifest is None:
+            manifest = Manifest.load(directory)
+            if manifest.id != identity:
+                raise InvalidInputError("manifest.id", f"{manifest.id!r} lies in {directory}")
+            self._manifests[identity] = manifest
+        return Template(directory, manifest, tuple(sorted(n for n, i in names.items() if i == identity)))
+
+    def _names(self) -> dict[str, str]:
+        try:
+            return msgspec.json.decode((self._directory / NAMES_FILE).read_bytes(), type=dict[str, str])
+        except FileNotFoundError:
+            return {}
+        except msgspec.MsgspecError as error:
+            raise InvalidInputError(str(self._directory / NAMES_FILE), f"is damaged: {error}") from error
+
+    @contextmanager
+    def _changing_names(self) -> Iterator[dict[str, str]]:
+        """Read, change and write the names under a lock that holds across processes."""
+        fd = os.open(self._directory / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            table = self._names()
+            yield table
+            write_atomically(self._directory / NAMES_FILE, msgspec.json.encode(table))
+        finally:
+            os.close(fd)

@@ -1,0 +1,164 @@
+"""Building a template: a disk image, one boot of it, and a snapshot of memory and disk when the agent answers."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.resources
+import os
+import secrets
+import shutil
+import string
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from aenv.agent.client import Agent
+from aenv.boot.cmdline import kernel_cmdline
+from aenv.boot.initramfs import build_initramfs
+from aenv.boot.kernel import ensure_kernel
+from aenv.errors import AenvError, GuestError
+from aenv.network.base import GUEST_MAC, Uplink, UplinkKind
+from aenv.network.pool import SlotPool
+from aenv.network.slot import Slot
+from aenv.snapshot.capture import capture_template
+from aenv.snapshot.manifest import MEMORY_NAME, BootFile, Context, Disk, Manifest, SnapshotKind
+from aenv.storage.home import Home
+from aenv.storage.repository import Repository, Template
+from aenv.template.rootfs import build_rootfs
+from aenv.vmm.base import Disk as VmDisk
+from aenv.vmm.base import Machine, Nic, Vm, Vmm
+
+Progress = Callable[[str], None]
+DISK_NAME = "disk.raw"
+SETTLE_SECONDS = (
+    2.0  # of quiet after the agent's first answer: what a boot still does should not be done by every child
+)
+CONNECT_TIMEOUT = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    vcpus: int = 1
+    memory_mib: int = 512
+    disk_mib: int = 2048
+
+
+def new_template_id() -> str:
+    """20 lower-case letters or digits, the form of E2B's ids."""
+    return "".join(secrets.choice(string.ascii_lowercase + string.digits) for _ in range(20))
+
+
+class Builder:
+    """Builds templates into one home. `boot_timeout` is in seconds."""
+
+    def __init__(self, home: Home, vmm: Vmm, repository: Repository, progress: Progress, *, boot_timeout: int) -> None:
+        self._home = home
+        self._vmm = vmm
+        self._repository = repository
+        self._progress = progress
+        self._boot_timeout = boot_timeout
+
+    async def base(self, name: str, sizes: Sizes) -> Template:
+        """The Debian base template. Leaves nothing behind when it fails."""
+        staged = self._home.staging / f"build-{secrets.token_hex(6)}"
+        staged.mkdir(mode=0o700)
+        try:
+            self._progress("kernel")
+            kernel = await asyncio.to_thread(ensure_kernel, self._home.cache, self._progress)
+            guest = importlib.resources.files("aenv._guest")
+            initrd = await asyncio.to_thread(
+                build_initramfs, kernel, Path(str(guest / "init")), Path(str(guest / "envd")), self._home.cache
+            )
+            self._progress("root file system")
+            disk = staged / DISK_NAME
+            await asyncio.to_thread(
+                build_rootfs, disk, self._home.cache / "rootfs", self._progress, disk_mib=sizes.disk_mib
+            )
+            machine = Machine(sizes.vcpus, sizes.memory_mib, kernel.boot_image, initrd, kernel_cmdline(self._vmm.kind))
+            await self._boot_and_capture(machine, disk, staged)
+            manifest = Manifest(
+                id=new_template_id(),
+                build_id=str(uuid.uuid4()),
+                kind=SnapshotKind.TEMPLATE,
+                created=time.time(),
+                vmm_kind=self._vmm.kind,
+                vmm_version=self._vmm.version,
+                cpu_model=self._vmm.cpu_model,
+                vcpus=sizes.vcpus,
+                memory_mib=sizes.memory_mib,
+                kernel=BootFile.of(machine.kernel),
+                initrd=BootFile.of(machine.initrd),
+                cmdline=machine.cmdline,
+                memory=[MEMORY_NAME],
+                disk=Disk(DISK_NAME, "raw", sizes.disk_mib << 20),
+                context=Context(workdir="/home/user"),
+            )
+            manifest.save(staged)
+            return self._repository.commit(staged, [name])
+        except BaseException:
+            shutil.rmtree(staged, ignore_errors=True)
+            raise
+
+    async def _boot_and_capture(self, machine: Machine, disk: Path, staged: Path) -> None:
+        # A tag of its own: a daemon that serves this home must not take our slot for a leftover.
+        slots = SlotPool(
+            uplink=Uplink(UplinkKind.NONE), size=0, tag=f"{self._home.tag[:4]}{secrets.token_hex(2)}", limit=1
+        )
+        await slots.start()
+        try:
+            slot = await slots.take()
+            try:
+                self._progress(f"first boot ({self._vmm.kind})")
+                began = time.monotonic()
+                blank = staged / "blank"
+                with blank.open("wb") as file:
+                    file.truncate(machine.memory_mib << 20)
+                vm = await self._boot(machine, blank, disk, slot)
+                try:
+                    await self._wait_for_agent(vm, slot)
+                    self._progress(f"the agent answers after {time.monotonic() - began:.1f} s")
+                    await asyncio.sleep(SETTLE_SECONDS)  # nothing tells when a guest has settled
+                    self._progress("snapshot")
+                    stats = await capture_template(vm, staged, parent_image=None)
+                    self._progress(f"memory image of {stats.stored_pages * 4096 >> 20} MiB")
+                finally:
+                    await vm.kill()
+                blank.unlink()
+            finally:
+                await slots.release(slot)
+        finally:
+            await slots.close()
+
+    async def _boot(self, machine: Machine, blank: Path, disk: Path, slot: Slot) -> Vm:
+        tap = slot.tap_fd()
+        try:
+            return await self._vmm.boot(
+                machine,
+                memory_image=blank,
+                disk=VmDisk(disk, "raw"),
+                nic=Nic(tap, GUEST_MAC),
+                run_dir=self._home.run / f"build-{secrets.token_hex(6)}",
+            )
+        finally:
+            os.close(tap)
+
+    async def _wait_for_agent(self, vm: Vm, slot: Slot) -> None:
+        """Ask until it answers: a booting guest has nothing earlier to tell us with."""
+        agent = Agent(lambda port: slot.connect(port, CONNECT_TIMEOUT), None)
+        deadline = time.monotonic() + self._boot_timeout
+        reason = "no answer"
+        while time.monotonic() < deadline and not vm.exited.done():
+            try:
+                async with asyncio.timeout(CONNECT_TIMEOUT):
+                    await agent.health()
+                return
+            except (GuestError, TimeoutError) as error:
+                reason = str(error) or reason
+            await asyncio.wait([vm.exited], timeout=0.1)
+        try:
+            tail = vm.exited.result().serial_tail if vm.exited.done() else await vm.serial_tail()
+        except AenvError as error:
+            tail = f"(serial console: {error})"
+        raise GuestError(f"the guest agent did not answer within {self._boot_timeout} s ({reason}):\n{tail}")

@@ -1,0 +1,1 @@
+"""Programs around the project: set-up, demo."""
