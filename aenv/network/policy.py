@@ -19,6 +19,7 @@ from aenv.network.base import GUEST_ADDRESS, GUEST_ADDRESS6, GUEST_MAC, TAP_NAME
 
 UPLINK_DEVICE = "up0"  # the slot's end of the veth pair
 MAX_ENTRIES = 10_000  # of one list
+INLINE_ENTRIES = 8  # of one list and family that are rules rather than a set: a set costs a transaction more
 MAX_CONNECTIONS = 4096  # of one guest through the uplink at a time: they fill the uplink's conntrack table too
 
 # IANA special-purpose registries (RFC 6890 and successors). The documentation ranges are left out: nothing is ever
@@ -165,7 +166,7 @@ table inet aenv {{
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A policy as two transactions: `fill` makes sets that no rule uses yet, `switch` exchanges the rules.
+    """A policy as two transactions: `fill` (may be empty) makes sets no rule uses yet, `switch` exchanges the rules.
 
     One transaction would do on paper. But while the kernel commits it there are moments in which a lookup in a new
     interval set finds nothing (6.18: some packets of 100,000 slipped past a deny list), so the sets must be whole
@@ -198,7 +199,11 @@ def render_policy(policy: Policy, generation: int) -> Change:
     }
     switch = [f"flush chain inet aenv {chain}" for chain in chains]
     switch += [f"add rule inet aenv {chain} {rule}" for chain, rules in chains.items() for rule in rules]
-    return Change("\n".join(fill) + "\n", "\n".join(switch) + "\n")
+    return Change(_script(fill), _script(switch))
+
+
+def _script(commands: Iterable[str]) -> str:
+    return "".join(f"{command}\n" for command in commands)
 
 
 def generation_in_force(listing: str) -> int:
@@ -208,15 +213,19 @@ def generation_in_force(listing: str) -> int:
 
 
 def _matches(name: str, generation: int, networks: Sequence[_Network], verdict: str, fill: list[str]) -> list[str]:
-    """One rule a family; the commands that make its set are added to `fill`. Overlaps, which an interval set refuses,
-    are merged here."""
+    """The rules for `networks`. Many become a set a family, and the commands that make it are added to `fill`.
+
+    Overlaps, which an interval set refuses, are merged here.
+    """
     four = ipaddress.collapse_addresses(n for n in networks if isinstance(n, ipaddress.IPv4Network))
     six = ipaddress.collapse_addresses(n for n in networks if isinstance(n, ipaddress.IPv6Network))
     rules = []
     for family, protocol, found in ((4, "ip", list(map(str, four))), (6, "ip6", list(map(str, six)))):
         if found and found[0].endswith("/0"):
             rules.append(f"meta nfproto ipv{family} {verdict}")
-        elif found:
+        elif len(found) <= INLINE_ENTRIES:
+            rules += [f"ct original {protocol} daddr {network} {verdict}" for network in found]
+        else:
             kind = f"type ipv{family}_addr; flags interval;"
             table_set = f"inet aenv {name}{family}_{generation}"
             fill += [

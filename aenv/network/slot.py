@@ -74,13 +74,16 @@ class Fabric:
 class Slot:
     """A ready slot. `socket` and `tap_fd` hop into the namespace and back at once; all else runs in the executor."""
 
-    def __init__(self, fabric: Fabric, index: int, handle: int, generation: int = 0) -> None:
-        """`handle` becomes the slot's own. `generation`: of the sets in force, see `render_policy`."""
+    def __init__(
+        self, fabric: Fabric, index: int, handle: int, *, generation: int = 0, policy: Policy | None = None
+    ) -> None:
+        """`handle` becomes the slot's own. `policy`: what is in force, if known, with sets of `generation`."""
         self.index = index
         self.name = namespace.namespace_name(fabric.tag, index)
         self._fabric = fabric
         self._handle = handle
         self._generation = generation
+        self._policy = policy
         self._changing = threading.Lock()
 
     def tap_fd(self) -> int:
@@ -118,7 +121,7 @@ class Slot:
         return connection
 
     async def apply(self, policy: Policy) -> None:
-        """Replace the egress rules at one moment; established flows that are now denied end.
+        """Replace the egress rules at one moment; established flows that are now denied end. Free if nothing changes.
 
         Raises InvalidInputError (nothing changed), UnavailableError.
         """
@@ -126,12 +129,16 @@ class Slot:
 
     def _apply(self, policy: Policy) -> None:
         with self._changing:
+            handle = self._open_handle()
+            if policy == self._policy:
+                return
             generation = 1 - self._generation
             change = render_policy(policy, generation)
-            with namespace.entered(self._open_handle()):
-                self._fabric.nft.run(change.fill)
+            with namespace.entered(handle):
+                if change.fill:
+                    self._fabric.nft.run(change.fill)
                 self._fabric.nft.run(change.switch)
-            self._generation = generation
+            self._generation, self._policy = generation, policy
 
     def _open_handle(self) -> int:
         if self._handle < 0:
@@ -154,7 +161,7 @@ def create_slot(fabric: Fabric, index: int) -> Slot:
     with _translated(name), ExitStack() as undo:
         namespace.create(name)
         undo.callback(namespace.delete, name)
-        slot = Slot(fabric, index, namespace.open_handle(name))
+        slot = Slot(fabric, index, namespace.open_handle(name), policy=Policy())
         undo.callback(slot.close_handle)
         with namespace.entered(slot._open_handle()):
             _create_tap()
@@ -192,7 +199,7 @@ def adopt_slot(fabric: Fabric, index: int) -> Slot:
     except BaseException:
         os.close(handle)
         raise
-    return Slot(fabric, index, handle, generation_in_force(rules))
+    return Slot(fabric, index, handle, generation=generation_in_force(rules))
 
 
 def delete_slot(fabric: Fabric, index: int) -> None:
