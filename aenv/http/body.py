@@ -133,7 +133,7 @@ class ChunkedDecoder:
     def _trailer_line(self, line: bytes) -> bool:
         if not line:
             return True
-        self._overhead += len(line)
+        self._overhead += len(line) + 2
         if self._overhead > MAX_TRAILER or not _TRAILER_LINE.fullmatch(line):
             raise FramingError("malformed or too long trailer")
         return False
