@@ -91,6 +91,8 @@ static void set_sysctls(void) {
         {"vm/max_map_count", "262144"},
         /* background compaction moves pages of an idle guest about: each is a dirty page in the next snapshot */
         {"vm/compaction_proactiveness", "0"},
+        /* folding counters every second is most of what an idle kernel does */
+        {"vm/stat_interval", "30"},
         /* a guest that was paused for a day must not think that its tasks hung */
         {"kernel/hung_task_timeout_secs", "0"},
     };

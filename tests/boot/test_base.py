@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from aenv.boot.initramfs import build_initramfs
+from aenv.boot.kernel import Kernel
 from aenv.template.rootfs import build_rootfs
-from tests.boot.conftest import Boot, Guest
+from tests.boot.conftest import ROOT, Boot, Guest
 
 pytestmark = [pytest.mark.vm, pytest.mark.timeout(600)]
 
@@ -58,3 +60,12 @@ def test_an_idle_sandbox_has_no_work(guest: Guest) -> None:
 def test_it_powers_off(guest: Guest) -> None:
     guest.shell("(sleep 0.3; kill -TERM 1) >/dev/null &")
     assert "powering off" in guest.wait_exit()
+
+
+def test_the_real_envd_answers(boot: Boot, image: Path, kernel: Kernel, tmp_path: Path) -> None:
+    """The programs as they are shipped, not the stand-in."""
+    shipped = ROOT / "aenv/_guest"
+    initramfs = build_initramfs(kernel, shipped / "init", shipped / "envd", tmp_path)
+    guest = boot(None, disk=image, memory_mib=512, initramfs=initramfs)
+    guest.wait_health()
+    guest.wait_serial("aenv-init: ready in ")
