@@ -24,7 +24,7 @@ struct envd {
 	struct event_base *base;
 	struct http_server *http;
 	struct processes *processes;  /* process.c */
-	struct watchers *watchers;    /* fs_watch*.c; NULL until fs_register() */
+	struct watchers *watchers;    /* watch.c; NULL until fs_register() */
 	struct metrics *metrics;      /* metrics.c */
 
 	char *token;            /* access token; NULL: none asked for */
@@ -48,6 +48,7 @@ void metrics_register(struct envd *envd);
 void dial_register(struct envd *envd);
 void process_register(struct envd *envd);
 void files_register(struct envd *envd); /* files_*.c: GET/POST /files, POST /files/compose */
-void fs_register(struct envd *envd);    /* fs_*.c: filesystem.Filesystem */
+void fs_register(struct envd *envd);    /* fs_rpc.c: filesystem.Filesystem */
+void fs_unregister(struct envd *envd);  /* after http_server_free(): the last watchers */
 
 #endif

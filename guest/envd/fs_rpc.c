@@ -441,3 +441,9 @@ void fs_register(struct envd *envd)
 	rpc_unary(envd, "/filesystem.Filesystem/RemoveWatcher", remove_watcher);
 	rpc_server_stream(envd, "/filesystem.Filesystem/WatchDir", watch_dir);
 }
+
+void fs_unregister(struct envd *envd)
+{
+	watchers_free(envd->watchers);
+	envd->watchers = NULL;
+}

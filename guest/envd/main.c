@@ -266,6 +266,7 @@ int main(int argc, char **argv)
 	event_base_dispatch(envd.base);
 
 	http_server_free(envd.http);
+	fs_unregister(&envd);
 	processes_free(envd.processes);
 	event_free(signals);
 	close(signal_fd);

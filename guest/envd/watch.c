@@ -100,7 +100,7 @@ bool watch_is_upload(const struct watchers *all, const char *name)
 
 static void upload_finished(struct view *view, const char *name)
 {
-	if (!view->watcher->all->upload_replaces)
+	if (!tree_take_seen(view, name) && !view->watcher->all->upload_replaces)
 		watch_push(view->watcher, CHANGE_CREATE, view->relative, name);
 	watch_push(view->watcher, CHANGE_WRITE, view->relative, name);
 	watch_push(view->watcher, CHANGE_CHMOD, view->relative, name);
@@ -137,36 +137,48 @@ static bool arrive(struct watcher *watcher, uint32_t cookie, const char *relativ
 	return renamed > 0;
 }
 
-static void forget_departures(struct watchers *all, const struct watcher *of)
+/* Forgets departures `of` one watcher or (NULL) of all, from `relative` or (NULL) from anywhere. With `left` the
+ * directories have left the tree for good, and with them their watches. */
+static void forget_departures(struct watchers *all, const struct watcher *of, const char *relative, bool left)
 {
 	for (struct departure *departure = SLIST_FIRST(&all->departures), *next; departure; departure = next) {
 		next = SLIST_NEXT(departure, link);
-		if (of && departure->watcher != of)
+		if ((of && departure->watcher != of) || (relative && strcmp(departure->relative, relative) != 0))
 			continue;
 		SLIST_REMOVE(&all->departures, departure, departure, link);
-		if (!of)
+		if (left)
 			tree_remove(departure->watcher, departure->relative);
 		free(departure);
 	}
 }
 
-static void appeared(struct view *view, const struct inotify_event *event)
+static void directory_appeared(struct view *view, const struct inotify_event *event, bool reported)
 {
 	struct watcher *watcher = view->watcher;
 	char relative[PATH_MAX];
 
-	if (tree_take_seen(view, event->name))
-		return;
-	watch_push(watcher, CHANGE_CREATE, view->relative, event->name);
-	if (!(event->mask & IN_ISDIR) || !watcher->recursive)
-		return;
 	if (snprintf(relative, sizeof relative, "%s%s%s", view->relative, *view->relative ? "/" : "", event->name) >=
 	    (int)sizeof relative)
 		return;
-	if ((event->mask & IN_MOVED_TO) && arrive(watcher, event->cookie, relative))
+	bool known = (event->mask & IN_MOVED_TO) && arrive(watcher, event->cookie, relative);
+	/* What had this name before and was moved away did not come back, or its arrival would have been seen. */
+	forget_departures(watcher->all, watcher, relative, true);
+	if (reported)
 		return;
-	/* A directory that cannot be watched (gone again, or the limit is reached) is still reported by its parent. */
-	(void)tree_add(watcher, relative, WALK_ANNOUNCE);
+	/* Known directories are walked again: a walk that was under way when this one got its new name has missed what
+	 * it did not find under the old one. A directory that cannot be watched (gone again, or the limit is reached)
+	 * is still reported by its parent. */
+	(void)tree_add(watcher, relative, known ? WALK_RESCAN : WALK_ANNOUNCE);
+}
+
+static void appeared(struct view *view, const struct inotify_event *event)
+{
+	bool reported = tree_take_seen(view, event->name);
+
+	if (!reported)
+		watch_push(view->watcher, CHANGE_CREATE, view->relative, event->name);
+	if ((event->mask & IN_ISDIR) && view->watcher->recursive)
+		directory_appeared(view, event, reported);
 }
 
 static void disappeared(struct view *view, const struct inotify_event *event)
@@ -244,7 +256,7 @@ static void dispatch(struct watchers *all, const struct inotify_event *event)
 /* The kernel's queue is empty: nothing that happened before is still on its way. */
 static void settle(struct watchers *all)
 {
-	forget_departures(all, NULL);
+	forget_departures(all, NULL, NULL, true);
 	tree_clear_seen(all);
 	if (!all->overflowed)
 		return;
@@ -353,7 +365,7 @@ void watcher_close(struct watcher *watcher)
 {
 	struct watchers *all = watcher->all;
 
-	forget_departures(all, watcher);
+	forget_departures(all, watcher, NULL, false);
 	tree_remove_all(watcher);
 	while (!TAILQ_EMPTY(&watcher->queue))
 		drop_oldest(watcher);

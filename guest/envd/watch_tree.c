@@ -308,7 +308,7 @@ static int visit(struct watcher *watcher, const struct step *step, struct steps 
 		walk = WALK_ANNOUNCE;
 	}
 	if (!fresh && walk == WALK_ANNOUNCE)
-		walk = WALK_SILENT;
+		walk = WALK_RESCAN;
 	if (!watcher->recursive)
 		return 0;
 	int fd = open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC | (top ? 0 : O_NOFOLLOW));
