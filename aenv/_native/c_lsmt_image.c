@@ -72,14 +72,15 @@ static int read_all(struct image *image, void *buffer, size_t length, uint64_t o
     return 0;
 }
 
-uint64_t image_size(const struct image *image)
+/* With `life` held, or read-only. */
+static uint64_t size_of(const struct image *image)
 {
     return image->upper ? upper_virtual_size(image->upper) : image->stack->virtual_size;
 }
 
 static bool fits(const struct image *image, uint64_t offset, uint64_t length)
 {
-    uint64_t size = image_size(image);
+    uint64_t size = size_of(image);
     return offset % LSMT_SECTOR == 0 && length % LSMT_SECTOR == 0 && offset <= size && length <= size - offset;
 }
 
@@ -88,7 +89,7 @@ int image_read(struct image *image, void *buffer, size_t length, uint64_t offset
     int rc = -EINVAL;
     count(&image->reads, 1);
     count(&image->read_bytes, length);
-    if (!image->upper)
+    if (image->device.read_only)
         return counted(image, fits(image, offset, length) ? read_all(image, buffer, length, offset) : rc);
     pthread_rwlock_rdlock(&image->life);
     if (fits(image, offset, length))
@@ -99,7 +100,7 @@ int image_read(struct image *image, void *buffer, size_t length, uint64_t offset
 
 int image_write(struct image *image, const void *buffer, size_t length, uint64_t offset)
 {
-    if (!image->upper)
+    if (image->device.read_only)
         return counted(image, -EROFS);
     count(&image->writes, 1);
     count(&image->write_bytes, length);
@@ -111,7 +112,7 @@ int image_write(struct image *image, const void *buffer, size_t length, uint64_t
 
 int image_discard(struct image *image, uint64_t offset, uint64_t length)
 {
-    if (!image->upper)
+    if (image->device.read_only)
         return counted(image, -EROFS);
     count(&image->discards, 1);
     pthread_rwlock_rdlock(&image->life);
@@ -122,7 +123,7 @@ int image_discard(struct image *image, uint64_t offset, uint64_t length)
 
 int image_flush(struct image *image)
 {
-    if (!image->upper)
+    if (image->device.read_only)
         return 0;
     count(&image->flushes, 1);
     pthread_rwlock_rdlock(&image->life);
@@ -133,10 +134,10 @@ int image_flush(struct image *image)
 
 int image_resize(struct image *image, uint64_t virtual_size)
 {
-    if (!image->upper)
+    if (image->device.read_only)
         return -EROFS;
     pthread_rwlock_wrlock(&image->life);
-    uint64_t size = image_size(image), whole = virtual_size / LSMT_SECTOR * LSMT_SECTOR;
+    uint64_t size = size_of(image), whole = virtual_size / LSMT_SECTOR * LSMT_SECTOR;
     int rc = 0;
     if (whole == virtual_size && whole < size) /* what is cut off must not come back when the image grows again */
         rc = upper_discard(image->upper, whole, size - whole);
@@ -144,6 +145,16 @@ int image_resize(struct image *image, uint64_t virtual_size)
         rc = upper_resize(image->upper, virtual_size);
     pthread_rwlock_unlock(&image->life);
     return counted(image, rc);
+}
+
+uint64_t image_size(struct image *image)
+{
+    if (image->device.read_only)
+        return size_of(image);
+    pthread_rwlock_rdlock(&image->life); /* a restack may free the layer that is asked */
+    uint64_t size = size_of(image);
+    pthread_rwlock_unlock(&image->life);
+    return size;
 }
 
 /* --- as a block device --------------------------------------------------------------------------------------- */
@@ -169,13 +180,7 @@ static int device_flush(struct block_device *device) { return image_flush(of_dev
 
 static uint64_t device_size(struct block_device *device)
 {
-    struct image *image = of_device(device);
-    if (!image->upper)
-        return image_size(image);
-    pthread_rwlock_rdlock(&image->life); /* a restack may free the layer that is asked */
-    uint64_t size = image_size(image);
-    pthread_rwlock_unlock(&image->life);
-    return size;
+    return image_size(of_device(device));
 }
 
 struct block_device *image_device(struct image *image) { return &image->device; }
@@ -231,13 +236,11 @@ static int push_frozen(const struct image *image, struct upper *upper, struct st
 
 int image_restack(struct image *image, struct upper *next, struct upper **old, struct fault *fault)
 {
-    if (!image->upper)
+    if (image->device.read_only)
         return fault_set(fault, EROFS, "image", "is read-only");
-    if (image->stack && image->stack->layers >= LSMT_MAX_LAYERS)
-        return fault_set(fault, EINVAL, "layers", "a stack has at most %u layers", LSMT_MAX_LAYERS);
     struct stack *stack = NULL, *below = NULL;
     pthread_rwlock_wrlock(&image->life);
-    int rc = upper_virtual_size(next) == image_size(image) ? 0 :
+    int rc = upper_virtual_size(next) == size_of(image) ? 0 :
         fault_set(fault, EINVAL, "virtual_size", "the new layer's size is not that of the image");
     if (!rc && !(rc = push_frozen(image, image->upper, &stack, fault))) {
         *old = image->upper;
@@ -260,7 +263,16 @@ struct stack *image_stack(struct image *image)
     return stack;
 }
 
-struct upper *image_upper(struct image *image) { return image->upper; }
+void image_upper_usage(struct image *image, uint64_t *segments, uint64_t *bytes)
+{
+    *segments = *bytes = 0;
+    pthread_rwlock_rdlock(&image->life);
+    if (image->upper) {
+        *segments = upper_segments(image->upper);
+        *bytes = upper_data_end(image->upper);
+    }
+    pthread_rwlock_unlock(&image->life);
+}
 
 void image_get_stats(const struct image *image, struct image_stats *stats)
 {

@@ -2,10 +2,14 @@
 #include <errno.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 
 #include "lsmt.h"
 
-#define FENCE_STEP 16 /* 16 segments are four cache lines */
+#define STEP 16                    /* segments of a leaf: four cache lines */
+#define NODE 16                    /* keys of a node: one cache line */
+#define NO_KEY UINT32_MAX
+#define HUGE_FROM (4u << 20)       /* bytes */
 
 struct segment seg_trim(struct segment s, uint64_t begin, uint64_t end)
 {
@@ -28,20 +32,64 @@ bool seg_join(struct segment *first, const struct segment *next)
     return true;
 }
 
+struct segment *segments_alloc(size_t count)
+{
+    size_t bytes = (count + 1) * sizeof(struct segment);
+    struct segment *segments = malloc(bytes);
+    if (segments && bytes >= HUGE_FROM) { /* with small pages each search would miss the TLB as well */
+        uintptr_t begin = ((uintptr_t)segments + 4095) & ~(uintptr_t)4095;
+        madvise((void *)begin, ((uintptr_t)segments + bytes - begin) & ~(uintptr_t)4095, MADV_HUGEPAGE);
+    }
+    return segments;
+}
+
+static size_t round_up(size_t value, size_t unit) { return (value + unit - 1) / unit * unit; }
+
+/* Fills the levels from the leaves to the root. */
+static int build_tree(struct index *index)
+{
+    size_t sizes[INDEX_LEVELS], total = 0, keys = (index->count + STEP - 1) / STEP;
+    unsigned levels = 0;
+    do {
+        sizes[levels++] = round_up(keys ? keys : 1, NODE);
+        total += sizes[levels - 1];
+        keys = (keys + NODE - 1) / NODE;
+    } while (keys > 1 && levels < INDEX_LEVELS);
+    index->keys = aligned_alloc(64, total * sizeof(uint32_t));
+    if (!index->keys)
+        return -ENOMEM;
+    for (size_t i = 0; i < total; i++)
+        index->keys[i] = NO_KEY;
+    uint64_t last = index->count ? seg_offset(&index->segments[index->count - 1]) : 0;
+    while (last >> index->shift >= NO_KEY)
+        index->shift++;
+    index->levels = levels;
+    uint32_t *at = index->keys;
+    for (unsigned i = 0; i < levels; i++) {
+        index->level[i] = at;
+        at += sizes[levels - 1 - i];
+    }
+    for (size_t i = 0; i * STEP < index->count; i++)
+        index->level[levels - 1][i] = (uint32_t)(seg_offset(&index->segments[i * STEP]) >> index->shift);
+    for (unsigned i = levels - 1; i > 0; i--)
+        for (size_t k = 0; k * NODE < sizes[levels - 1 - i]; k++)
+            index->level[i - 1][k] = index->level[i][k * NODE];
+    return 0;
+}
+
 struct index *index_new(struct segment *segments, size_t count)
 {
     struct index *index = calloc(1, sizeof *index);
-    size_t fences = (count + FENCE_STEP - 1) / FENCE_STEP;
-    uint64_t *fence = malloc((fences + 1) * sizeof *fence);
-    if (!index || !fence) {
-        free(index), free(fence), free(segments);
+    if (!index) {
+        free(segments);
         return NULL;
     }
-    for (size_t i = 0; i < fences; i++)
-        fence[i] = seg_offset(&segments[i * FENCE_STEP]);
     atomic_init(&index->refs, 1);
     index->segments = segments, index->count = count;
-    index->fence = fence, index->fences = fences;
+    if (build_tree(index)) {
+        index_unref(index);
+        return NULL;
+    }
     return index;
 }
 
@@ -56,7 +104,7 @@ void index_unref(struct index *index)
     if (!index || atomic_fetch_sub(&index->refs, 1) != 1)
         return;
     free(index->segments);
-    free(index->fence);
+    free(index->keys);
     free(index);
 }
 
@@ -68,19 +116,21 @@ void index_set_tag(struct index *index, unsigned tag)
 
 size_t index_find(const struct index *index, uint64_t sector)
 {
-    const uint64_t *base = index->fence;
-    size_t left = index->fences;
-    if (!left)
-        return 0;
-    while (left > 1) { /* the last fence that is <= sector; compiles to conditional moves */
-        size_t half = left / 2;
-        base = base[half] <= sector ? base + half : base;
-        left -= half;
+    uint64_t shifted = sector >> index->shift;
+    uint32_t key = shifted < NO_KEY ? (uint32_t)shifted : NO_KEY - 1;
+    size_t node = 0;
+    for (unsigned i = 0; i < index->levels; i++) { /* the last key that is not larger; no branch to predict */
+        const uint32_t *keys = index->level[i] + node * NODE;
+        unsigned below = 0;
+        for (unsigned k = 0; k < NODE; k++)
+            below += keys[k] <= key;
+        node = node * NODE + (below ? below - 1 : 0);
     }
-    size_t at = (size_t)(base - index->fence) * FENCE_STEP;
-    size_t end = at + FENCE_STEP < index->count ? at + FENCE_STEP : index->count;
-    size_t first = at;
-    for (; at < end; at++) /* no early exit: a mispredicted branch costs more than 16 compares */
+    size_t at = node * STEP;
+    while (at && seg_offset(&index->segments[at]) > sector) /* equal keys, if `shift` cuts offsets */
+        at -= STEP;
+    size_t end = at + STEP < index->count ? at + STEP : index->count, first = at;
+    for (; at < end; at++)
         first += seg_end(&index->segments[at]) <= sector;
     return first;
 }
@@ -101,6 +151,8 @@ static void merge_gap(struct merge *merge, const struct index *below, size_t *at
 {
     while (*at < below->count && seg_end(&below->segments[*at]) <= begin)
         ++*at;
+    if (begin == end)
+        return;
     for (; *at < below->count && seg_offset(&below->segments[*at]) < end; ++*at) {
         merge_put(merge, seg_trim(below->segments[*at], begin, end));
         if (seg_end(&below->segments[*at]) > end)
@@ -111,7 +163,7 @@ static void merge_gap(struct merge *merge, const struct index *below, size_t *at
 struct index *index_merge(const struct index *top, const struct index *below)
 {
     /* Each upper segment can cut a lower one in two. */
-    struct merge merge = {malloc((2 * top->count + below->count + 1) * sizeof(struct segment)), 0};
+    struct merge merge = {segments_alloc(2 * top->count + below->count), 0};
     size_t at = 0;
     uint64_t done = 0;
     if (!merge.out)

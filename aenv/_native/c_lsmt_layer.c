@@ -187,7 +187,7 @@ static int load_entries(struct source *source, const struct lsmt_header *trailer
     if (trailer->index_size > most || trailer->index_size > (room - trailer->index_offset) / 16)
         return fault_set(fault, EBADMSG, "trailer.index_size", "%llu entries are too many or do not fit in the file",
                          (unsigned long long)trailer->index_size);
-    struct segment *entries = malloc((count + 1) * sizeof *entries);
+    struct segment *entries = segments_alloc(count);
     if (!entries)
         return fault_set(fault, ENOMEM, "memory", "out of memory");
     int rc = source->read(source, entries, count * sizeof *entries, trailer->index_offset, false);

@@ -186,7 +186,7 @@ int map_insert(struct map *map, struct segment segment)
 
 struct index *map_freeze(const struct map *map)
 {
-    struct segment *segments = malloc((map->count + 1) * sizeof *segments);
+    struct segment *segments = segments_alloc(map->count);
     size_t count = 0;
     if (!segments)
         return NULL;

@@ -185,18 +185,18 @@ int source_open(const char *path, struct source **out, char kind[16], struct fau
         close(fd);
         return rc;
     }
-    if (!(*out = source_file(fd, path, base, size)))
+    struct source *file = source_file(fd, path, base, size);
+    if (!file)
         return fault_set(fault, ENOMEM, "memory", "out of memory");
-    if ((rc = (*out)->read(*out, head, sizeof head, 0, false))) {
-        (*out)->close(*out);
-        return fault_set(fault, -rc, "header", "cannot be read");
-    }
-    bool zfile = memcmp(head, "ZFile", 5) == 0;
+    bool zfile = false;
+    if ((rc = file->read(file, head, sizeof head, 0, false)))
+        rc = fault_set(fault, EBADMSG, "file", "%llu bytes are too few for a layer", (unsigned long long)size);
+    else if ((zfile = memcmp(head, "ZFile", 5) == 0))
+        rc = source_zfile(file, out, fault);
+    else
+        *out = file;
     snprintf(kind, 16, "%s%s", base ? "tar+" : "", zfile ? "zfile" : "lsmt");
-    if (!zfile)
-        return 0;
-    struct source *inner = *out;
-    if ((rc = source_zfile(inner, out, fault)))
-        inner->close(inner);
+    if (rc)
+        file->close(file);
     return rc;
 }

@@ -364,9 +364,16 @@ int upper_read_at(struct upper *upper, void *buffer, size_t length, uint64_t mof
 }
 
 uint64_t upper_virtual_size(const struct upper *upper) { return upper->virtual_size; }
-uint64_t upper_data_end(const struct upper *upper) { return upper->data_end; }
 pthread_rwlock_t *upper_lock(struct upper *upper) { return &upper->lock; }
 const struct map *upper_map(const struct upper *upper) { return &upper->map; }
+
+uint64_t upper_data_end(struct upper *upper)
+{
+    pthread_mutex_lock(&upper->append);
+    uint64_t end = upper->data_end;
+    pthread_mutex_unlock(&upper->append);
+    return end;
+}
 
 uint64_t upper_segments(struct upper *upper)
 {

@@ -70,16 +70,19 @@ static inline struct segment seg_make(uint64_t offset, uint64_t length, uint64_t
 struct segment seg_trim(struct segment s, uint64_t begin, uint64_t end);
 bool seg_join(struct segment *first, const struct segment *next);
 
-/* An immutable sorted set of disjoint segments. `fence` holds the offset of every 16th segment: it stays in the CPU
- * cache and leaves one cache miss for a search. */
+/* An immutable sorted set of disjoint segments, and a static B+-tree over the offset of every 16th of them: nodes of 16
+ * keys of 32 bits, one cache line each, level after level in `keys`. It stays in the CPU cache (0.27 bytes a segment) and
+ * leaves one access to memory for a search. */
+#define INDEX_LEVELS 8
 struct index {
     atomic_uint refs;
     size_t count;
     struct segment *segments;
-    size_t fences;
-    uint64_t *fence;
+    uint32_t *keys, *level[INDEX_LEVELS]; /* from the root */
+    unsigned levels, shift;              /* a key is the offset without its lowest bits */
 };
 
+struct segment *segments_alloc(size_t count); /* for malloc's free; in huge pages if it is large */
 struct index *index_new(struct segment *segments, size_t count); /* takes over the malloc'ed array */
 struct index *index_ref(struct index *index);
 void index_unref(struct index *index);
@@ -218,7 +221,7 @@ int upper_flush(struct upper *upper);
 int upper_resize(struct upper *upper, uint64_t virtual_size);
 int upper_read_at(struct upper *upper, void *buffer, size_t length, uint64_t moffset);
 uint64_t upper_virtual_size(const struct upper *upper);
-uint64_t upper_data_end(const struct upper *upper);
+uint64_t upper_data_end(struct upper *upper);
 uint64_t upper_segments(struct upper *upper);
 pthread_rwlock_t *upper_lock(struct upper *upper); /* guards the map */
 const struct map *upper_map(const struct upper *upper);
@@ -245,9 +248,9 @@ int image_flush(struct image *image);
 int image_resize(struct image *image, uint64_t virtual_size);
 /* Puts `next` (an empty writable layer of the same size) on top, gives back the old one, frozen, for upper_seal. */
 int image_restack(struct image *image, struct upper *next, struct upper **old, struct fault *fault);
-uint64_t image_size(const struct image *image);
+uint64_t image_size(struct image *image);
 struct stack *image_stack(struct image *image); /* a new reference; NULL if there is none */
-struct upper *image_upper(struct image *image);
+void image_upper_usage(struct image *image, uint64_t *segments, uint64_t *bytes); /* of the writable layer */
 void image_get_stats(const struct image *image, struct image_stats *stats);
 
 #endif

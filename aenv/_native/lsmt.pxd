@@ -31,6 +31,7 @@ cdef extern from "lsmt.h" nogil:
     struct index:
         size_t count
         segment *segments
+    segment *segments_alloc(size_t count)
     index *index_new(segment *segments, size_t count)
     void index_unref(index *)
     size_t index_find(const index *, uint64_t sector)
@@ -96,9 +97,6 @@ cdef extern from "lsmt.h" nogil:
                      const char *parent_uuid, fault *)
     int upper_open(const char *data, const char *index, upper **, upper_recovery *, fault *)
     void upper_close(upper *)
-    uint64_t upper_segments(upper *)
-    uint64_t upper_data_end(const upper *)
-    uint64_t upper_virtual_size(const upper *)
     int upper_seal(upper *, fault *)
 
     struct image_stats:
@@ -114,9 +112,9 @@ cdef extern from "lsmt.h" nogil:
     int image_flush(image *)
     int image_resize(image *, uint64_t virtual_size)
     int image_restack(image *, upper *next, upper **old, fault *)
-    uint64_t image_size(const image *)
+    uint64_t image_size(image *)
     stack *image_stack(image *)
-    upper *image_upper(image *)
+    void image_upper_usage(image *, uint64_t *segments, uint64_t *bytes)
     void image_get_stats(const image *, image_stats *)
 
 

@@ -3,7 +3,6 @@
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
 from libc.errno cimport EBADMSG, EBUSY, EEXIST, EINVAL, ENOENT, EOVERFLOW, EROFS
 from libc.stdint cimport uint32_t, uint64_t
-from libc.stdlib cimport malloc
 from libc.string cimport memcpy
 
 import os
@@ -173,7 +172,7 @@ cdef object run_verify(source *s, object callback, str path):
 
 
 cdef index *copy_of(index *original) except NULL:
-    cdef segment *segments = <segment *>malloc((original.count + 1) * sizeof(segment))
+    cdef segment *segments = segments_alloc(original.count)
     if segments is NULL:
         raise MemoryError
     memcpy(segments, original.segments, original.count * sizeof(segment))
@@ -252,7 +251,7 @@ cdef class Stack:
 
     @property
     def segment_count(self):
-        """Segments held in memory for this stack, 16.5 bytes each."""
+        """Segments held in memory for this stack, 16.3 bytes each."""
         return stack_segments(self._stack)
 
     def read(self, uint64_t offset, size_t length):
@@ -489,7 +488,7 @@ cdef class Image:
     @property
     def read_only(self):
         self._check_open()
-        return image_upper(self._image) is NULL
+        return image_device(self._image).read_only
 
     @property
     def stack(self):
@@ -502,10 +501,9 @@ cdef class Image:
     def segments(self):
         """Segments of the writable layer, and bytes of its data file."""
         self._check_open()
-        cdef upper *top = image_upper(self._image)
-        if top is NULL:
-            return 0, 0
-        return upper_segments(top), upper_data_end(top)
+        cdef uint64_t segments, size
+        image_upper_usage(self._image, &segments, &size)
+        return segments, size
 
     @property
     def stats(self):
@@ -584,7 +582,7 @@ cdef class Image:
 def lookup_nanoseconds(size_t segments, size_t rounds, uint64_t seed=1):
     """Mean time of one search in an index of so many segments, for `aenv bench blocks`."""
     import time
-    cdef segment *array = <segment *>malloc((segments + 1) * sizeof(segment))
+    cdef segment *array = segments_alloc(segments)
     if array is NULL:
         raise MemoryError
     cdef size_t i, total = 0
