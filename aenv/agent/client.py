@@ -10,7 +10,8 @@ import base64
 import os
 import socket
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from datetime import UTC, datetime
+from typing import Annotated, Any
 
 import msgspec
 
@@ -39,22 +40,47 @@ class Init(msgspec.Struct, omit_defaults=True, rename="camel"):
     lifecycle_id: str = msgspec.field(name="lifecycleID")
 
 
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+
+
 class AgentMetrics(msgspec.Struct):
     """Answer of GET /metrics: bytes and per cent."""
 
-    ts: int
-    cpu_count: int
-    cpu_used_pct: float
-    mem_total: int
-    mem_used: int
-    disk_used: int
-    disk_total: int
-    mem_cache: int = 0
+    ts: Count
+    cpu_count: Count
+    cpu_used_pct: Annotated[float, msgspec.Meta(ge=0, le=1e6)]
+    mem_total: Count
+    mem_used: Count
+    disk_used: Count
+    disk_total: Count
+    mem_cache: Count = 0
 
 
-def fresh_entropy() -> str:
-    """Random bytes for one guest, as /init takes them."""
-    return base64.b64encode(os.urandom(ENTROPY_BYTES)).decode()
+def identity(
+    sandbox_id: str,
+    template_id: str,
+    *,
+    token: str | None,
+    env: Mapping[str, str],
+    user: str,
+    workdir: str,
+    incarnation: str,
+    machine_id: str,
+) -> Init:
+    """The body of /init for one incarnation of a sandbox: what must be its own, and entropy nobody else gets."""
+    return Init(
+        env_vars=dict(env),
+        access_token=token,
+        timestamp=datetime.now(UTC).isoformat(),
+        default_user=user,
+        default_workdir=workdir,
+        hostname=sandbox_id,
+        machine_id=machine_id,
+        entropy=base64.b64encode(os.urandom(ENTROPY_BYTES)).decode(),
+        sandbox_id=sandbox_id,
+        template_id=template_id,
+        lifecycle_id=incarnation,
+    )
 
 
 class Agent:
@@ -72,7 +98,7 @@ class Agent:
         raw = await self._call("GET", "/metrics")
         try:
             return msgspec.json.decode(raw, type=AgentMetrics)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, RecursionError) as error:
             raise GuestError(f"envd's metrics are not valid: {error}") from error
 
     async def health(self) -> None:
@@ -102,6 +128,6 @@ class Agent:
 def _message(content: bytes) -> str:
     try:
         answer: Any = msgspec.json.decode(content)
-        return str(answer["message"])
-    except (msgspec.MsgspecError, KeyError, TypeError):
+        return str(answer["message"])[:1000]
+    except (msgspec.MsgspecError, KeyError, TypeError, RecursionError):
         return content[:200].decode("utf-8", "replace")

@@ -17,10 +17,12 @@ import msgspec
 from aenv.errors import GuestError
 from aenv.http.client import ClientResponse, Connection, ConnectionLostError
 from aenv.http.head import ProtocolError
+from aenv.http.message import HttpError
 
 END_STREAM = 0x02
 MAX_FRAME = 4 << 20  # bytes; envd sends at most 32 KiB of output a frame
 KEEPALIVE_SECONDS = 50
+CHANNELS = ("stdout", "stderr", "pty")
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,14 +112,13 @@ class Processes:
                 "POST", f"/process.Process/{method}", self._headers("application/json"), msgspec.json.encode(request)
             )
             content = await response.read(MAX_FRAME)
-        except (ConnectionLostError, ProtocolError) as error:
+        except (ConnectionLostError, ProtocolError, HttpError) as error:
             raise GuestError(f"{method}: {error.message}") from error
         finally:
             connection.close()
-        answer = _decode(content)
         if response.status != 200:
-            raise GuestError(str(answer.get("message", f"{method} failed with status {response.status}")))
-        return answer
+            raise _refusal(method, response.status, content)
+        return _decode(content)
 
     async def _stream(self, method: str, request: Mapping[str, Any]) -> AsyncIterator[dict[str, Any]]:
         headers = self._headers("application/connect+json")
@@ -129,17 +130,16 @@ class Processes:
                 "POST", f"/process.Process/{method}", headers, struct.pack(">BI", 0, len(body)) + body
             )
             if response.status != 200:
-                answer = _decode(await response.read(MAX_FRAME))
-                raise GuestError(str(answer.get("message", f"{method} failed with status {response.status}")))
+                raise _refusal(method, response.status, await response.read(MAX_FRAME))
             async for flags, content in _frames(response):
                 message = _decode(content)
                 if flags & END_STREAM:
-                    if "error" in message:
-                        raise GuestError(str(message["error"].get("message", message["error"])))
+                    if (error := message.get("error")) is not None:
+                        raise GuestError(str(error.get("message", error) if isinstance(error, dict) else error))
                     return
                 yield message
             raise GuestError("the connection to the sandbox ended in the middle of a stream")
-        except (ConnectionLostError, ProtocolError) as error:
+        except (ConnectionLostError, ProtocolError, HttpError) as error:
             raise GuestError(f"{method}: {error.message}") from error
         finally:
             connection.close()
@@ -163,8 +163,16 @@ async def _frames(response: ClientResponse) -> AsyncIterator[tuple[int, bytes]]:
 def _decode(content: bytes) -> dict[str, Any]:
     try:
         return msgspec.json.decode(content, type=dict[str, Any])
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise GuestError(f"not a JSON object: {content[:200]!r}") from error
+
+
+def _refusal(method: str, status: int, content: bytes) -> GuestError:
+    try:
+        message = _decode(content).get("message")
+    except GuestError:
+        message = None
+    return GuestError(str(message) if message else f"{method} failed with status {status}")
 
 
 def _event(message: Mapping[str, Any]) -> Event | None:
@@ -175,12 +183,13 @@ def _event(message: Mapping[str, Any]) -> Event | None:
             return Started(int(event["start"]["pid"]))
         if "data" in event:
             channel, text = next(iter(event["data"].items()))
-            return Output(channel, base64.b64decode(text, validate=True))
+            if channel in CHANNELS:
+                return Output(channel, base64.b64decode(text, validate=True))
         if "end" in event:
             end = event["end"]
             return Ended(int(end.get("exitCode", 0)), str(end.get("status", "")))
         if "keepalive" in event:
             return None
-    except (KeyError, TypeError, ValueError, StopIteration) as error:
-        raise GuestError(f"not a process event: {message!r}") from error
-    raise GuestError(f"not a process event: {message!r}")
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError, StopIteration) as error:
+        raise GuestError(f"not a process event: {str(message)[:200]}") from error
+    raise GuestError(f"not a process event: {str(message)[:200]}")

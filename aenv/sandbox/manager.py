@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
-from aenv.agent.client import Init, fresh_entropy
+from aenv.agent.client import identity
 from aenv.config import Config
 from aenv.errors import (
     AenvError,
@@ -56,7 +56,15 @@ T = TypeVar("T")
 ID_ALPHABET = string.ascii_lowercase + string.digits
 PAUSE_NAME = "pause"
 METRICS_INTERVAL = 5.0  # seconds
+PAUSE_RETRY = 30.0  # seconds until an automatic pause that failed is tried again
 ALIVE = (SandboxState.RUNNING, SandboxState.PAUSING, SandboxState.PAUSED, SandboxState.RESUMING)
+HAS_MACHINE = (
+    SandboxState.RUNNING,
+    SandboxState.PAUSING,
+    SandboxState.RESUMING,
+    SandboxState.SNAPSHOTTING,
+    SandboxState.FORKING,
+)
 
 
 def new_sandbox_id() -> str:
@@ -85,6 +93,7 @@ class Manager:
         self._domain = domain
         self._sandboxes: dict[str, Sandbox] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._deleting: set[str] = set()  # ids of templates
         self._logs = LogStore()
         self._metrics = MetricStore()
         self._sampler: asyncio.Task[None] | None = None
@@ -97,11 +106,9 @@ class Manager:
         records = self._store.load()
         keep = {Path(r.machine.run_dir) for r in records if r.machine is not None}
         await self._machines.sweep(keep)
-        for record in records:
-            await self._recover(record)
-        known = {record.id for record in records}
+        await asyncio.gather(*(self._recover(record) for record in records))  # a hung guest must not hold up the others
         for folder in self._machines.folders():
-            if folder.name not in known:
+            if folder.name not in self._sandboxes:
                 shutil.rmtree(folder, ignore_errors=True)
         self._sampler = asyncio.create_task(self._sample(), name="metrics sampler")
 
@@ -123,7 +130,9 @@ class Manager:
             if sandbox.state is SandboxState.RUNNING:
                 try:
                     await self._do(self._pause(sandbox, memory=True, reason="daemon stops"))
-                except AenvError as error:
+                except (ConflictError, NotFoundError):
+                    pass  # its timer was faster: it is paused already, or gone
+                except Exception as error:
                     log.error("sandbox %s could not be paused and is ended: %s", sandbox.id, error)
                     await self._do(self._end(sandbox, Event.FAILED, "daemon stops, and the pause failed"))
         while self._tasks:
@@ -137,14 +146,11 @@ class Manager:
         template = self._repository.find(options.template)
         self._check_timeout("timeout", options.timeout)
         egress_policy(options.network)  # refuse what cannot be enforced before anything is made
-        running = sum(s.state not in (SandboxState.PAUSED, SandboxState.KILLING) for s in self._sandboxes.values())
         if self._closing:
             raise UnavailableError("the daemon is stopping")
-        if running >= self._config["sandbox.max"]:
-            raise LimitError(
-                f"{running} sandboxes run already",
-                hint="raise sandbox.max, or end some",
-            )
+        if template.id in self._deleting:
+            raise NotFoundError(f"template {options.template!r} does not exist")
+        self._check_room()
         moment = now()
         record = Record(
             id=new_sandbox_id(),
@@ -226,8 +232,12 @@ class Manager:
         users = [s.id for s in self._sandboxes.values() if s.template.id == template.id]
         if users:
             raise ConflictError(f"template {name} is in use by {len(users)} sandboxes, {users[0]} among them")
-        await self._machines.cool(template.id)
-        await asyncio.to_thread(self._repository.delete, template)
+        self._deleting.add(template.id)
+        try:
+            await self._machines.cool(template.id)
+            await asyncio.to_thread(self._repository.delete, template)
+        finally:
+            self._deleting.discard(template.id)
 
     # What the data plane needs
 
@@ -313,7 +323,7 @@ class Manager:
             sandbox.running = None
             self._event(sandbox, Event.PAUSED, detail)
             # The capture is whole: the process can go after the answer. Whoever resumes waits for it.
-            sandbox.ending = self._own(self._machines.end(running))
+            sandbox.ending = self._own(self._end_machine(sandbox, running))
 
     async def _unpause(self, sandbox: Sandbox, running: Running, target: Path) -> None:
         """A pause failed: the guest goes on, with fresh connections, unless its machine is dead."""
@@ -322,15 +332,15 @@ class Manager:
             return
         try:
             await running.vm.resume()
-        except AenvError as error:
-            await self._lose(sandbox, f"pause failed and the machine did not go on: {error.message}")
+        except Exception as error:
+            await self._lose(sandbox, f"pause failed and the machine did not go on: {error}")
             return
         revived = running.revived()
         sandbox.running = revived
         sandbox.record.machine = _machine_record(revived)
         self._store.transition(sandbox.record, (SandboxState.PAUSING,), SandboxState.RUNNING)
         self._watch(sandbox, revived)
-        self._set_end(sandbox, sandbox.record.end_at)
+        self._set_end(sandbox, max(sandbox.record.end_at, now() + PAUSE_RETRY))
 
     async def _resume(
         self, sandbox: Sandbox, timeout: int, *, memory: bool, on_timeout: OnTimeout | None = None
@@ -343,6 +353,8 @@ class Manager:
                 raise UnavailableError("the daemon is stopping")
             if sandbox.doomed:
                 raise NotFoundError(f"sandbox {sandbox.id} does not exist")
+            if sandbox.state is SandboxState.PAUSED:
+                self._check_room()
             self._store.transition(sandbox.record, (SandboxState.PAUSED,), SandboxState.RESUMING)
             began = asyncio.get_running_loop().time()
             target = self._machines.directory(sandbox.id) / PAUSE_NAME
@@ -381,6 +393,8 @@ class Manager:
         """
         sandbox.running = running
         try:
+            if sandbox.doomed:  # killed before there was a machine to close
+                running.close()
             sandbox.record.machine = _machine_record(running)
             self._store.save(sandbox.record)
             await running.vm.resume()
@@ -389,7 +403,7 @@ class Manager:
             self._store.transition(sandbox.record, sources, SandboxState.RUNNING)
         except BaseException:
             sandbox.running = None
-            await self._machines.end(running)
+            await self._end_machine(sandbox, running)
             raise
         self._watch(sandbox, running)
         self._set_end(sandbox, sandbox.record.end_at)
@@ -400,22 +414,21 @@ class Manager:
         agent = running.agent(None)
         limit = self._config["agent.timeout"]
         deadline = asyncio.get_running_loop().time() + limit
-        body = Init(
-            env_vars={**manifest.context.env, **options.env},
-            access_token=self.envd_token(sandbox),
-            timestamp="",
-            default_user=manifest.context.user,
-            default_workdir=manifest.context.workdir or "",
-            hostname=sandbox.id,
-            machine_id=secrets.token_hex(16) if sandbox.record.machine_id is None else sandbox.record.machine_id,
-            entropy=fresh_entropy(),
-            sandbox_id=sandbox.id,
-            template_id=sandbox.template.id,
-            lifecycle_id=running.incarnation,
+        body = identity(
+            sandbox.id,
+            sandbox.template.id,
+            token=self.envd_token(sandbox),
+            env={**manifest.context.env, **options.env},
+            user=manifest.context.user,
+            workdir=manifest.context.workdir or "",
+            incarnation=running.incarnation,
+            machine_id=sandbox.record.machine_id or secrets.token_hex(16),
         )
         sandbox.record.machine_id = body.machine_id
         last = "no answer"
         while True:
+            if running.closed.done():
+                raise NotFoundError(f"sandbox {sandbox.id} was killed while it started")
             body.timestamp = datetime.now(UTC).isoformat()
             try:
                 await self._first(agent.init(body), running, deadline)
@@ -425,8 +438,6 @@ class Manager:
             if running.vm.exited.done():
                 outcome = running.vm.exited.result()
                 raise GuestError(f"the machine ended while it started: {outcome.reason}\n{outcome.serial_tail}".strip())
-            if running.closed.done():
-                raise NotFoundError(f"sandbox {sandbox.id} was killed while it started")
             if asyncio.get_running_loop().time() >= deadline:
                 tail = await running.vm.serial_tail()
                 raise GuestError(
@@ -485,7 +496,7 @@ class Manager:
         sandbox.doomed = True
         running, sandbox.running = sandbox.running, None
         if running is not None:
-            await self._machines.end(running)
+            await self._end_machine(sandbox, running)
         if sandbox.ending is not None:
             await sandbox.ending
         await asyncio.to_thread(shutil.rmtree, self._machines.directory(sandbox.id), ignore_errors=True)
@@ -493,6 +504,13 @@ class Manager:
         self._sandboxes.pop(sandbox.id, None)
         self._metrics.forget(sandbox.id)
         self._logs.forget(sandbox.id)
+
+    async def _end_machine(self, sandbox: Sandbox, running: Running) -> None:
+        """End a machine. What cannot be ended now holds up nobody: the next start of the daemon sweeps it."""
+        try:
+            await self._machines.end(running)
+        except Exception:
+            log.exception("the machine of sandbox %s could not be ended", sandbox.id)
 
     async def _recover(self, record: Record) -> None:
         """One record found at start."""
@@ -509,14 +527,23 @@ class Manager:
             record.machine = None
             self._store.transition(record, (state,), SandboxState.PAUSED)
             return
-        if state in (SandboxState.RUNNING, SandboxState.PAUSING, SandboxState.RESUMING) and machine is not None:
+        if state in HAS_MACHINE and machine is not None:
+            running: Running | None = None
             try:
                 running = await self._machines.adopt(machine)
                 await running.vm.resume()  # a capture that was under way had stopped it
                 await self._initialise(sandbox, running)
-            except (AenvError, TimeoutError) as error:
+            except (AenvError, OSError) as error:
                 async with sandbox.lock:
-                    await self._abandon(record)
+                    if running is not None:
+                        await self._end_machine(sandbox, running)
+                    else:
+                        await self._abandon(record)
+                    if state is SandboxState.PAUSING and (self._machines.directory(record.id) / PAUSE_NAME).is_dir():
+                        record.machine = None  # the capture was whole, and the machine has not run since
+                        record.memory_kept = True
+                        self._store.transition(record, (state,), SandboxState.PAUSED)
+                        return
                     await self._lose(sandbox, f"its machine did not survive the daemon: {error}")
                 return
             for leftover in (PAUSE_NAME, PAUSE_NAME + ".part"):
@@ -533,7 +560,10 @@ class Manager:
 
     async def _abandon(self, record: Record) -> None:
         if record.machine is not None:
-            await self._machines.abandon(record.machine)
+            try:
+                await self._machines.abandon(record.machine)
+            except Exception:
+                log.exception("the machine of sandbox %s could not be ended", record.id)
 
     # Timers and watching
 
@@ -567,7 +597,9 @@ class Manager:
             pass  # somebody was faster: it is paused or gone, which is what the timer wanted
         except AenvError as error:
             log.error("sandbox %s could not be paused at its time-out: %s", sandbox.id, error)
-            self._event(sandbox, Event.FAILED, f"pause at time-out failed: {error.message}")
+            if sandbox.state is SandboxState.RUNNING and not sandbox.doomed:
+                self._event(sandbox, Event.FAILED, f"pause at time-out failed: {error.message}")
+                self._set_end(sandbox, max(sandbox.record.end_at, now() + PAUSE_RETRY))
 
     def _watch(self, sandbox: Sandbox, running: Running) -> None:
         running.vm.exited.add_done_callback(lambda _: self._machine_ended(sandbox, running))
@@ -599,6 +631,8 @@ class Manager:
         except (GuestError, TimeoutError) as error:
             log.debug("no metrics of sandbox %s: %s", sandbox.id, error)
             return
+        if sandbox.running is not running:
+            return  # it went away meanwhile: what it said belongs to nobody
         self._metrics.add(
             sandbox.id,
             MetricPoint(
@@ -663,6 +697,12 @@ class Manager:
     def _event(self, sandbox: Sandbox, event: Event, detail: str) -> None:
         log.info("sandbox %s %s: %s", sandbox.id, event.value, detail)
         record_event(self._logs.ring(sandbox.id), event, detail)
+
+    def _check_room(self) -> None:
+        """Raise LimitError when one more running sandbox would be too many."""
+        running = sum(s.state not in (SandboxState.PAUSED, SandboxState.KILLING) for s in self._sandboxes.values())
+        if running >= self._config["sandbox.max"]:
+            raise LimitError(f"{running} sandboxes run already", hint="raise sandbox.max, or end some")
 
     def _check_timeout(self, field: str, seconds: int, low: int = 1) -> None:
         limit = self._config["sandbox.max_timeout"]

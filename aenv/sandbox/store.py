@@ -96,10 +96,14 @@ class Store:
         if before not in sources:
             raise ConflictError(f"sandbox {record.id} is {before.value}")
         record.state = target
-        done = self._db.execute(
-            "UPDATE sandboxes SET state = ?, record = ? WHERE id = ? AND state = ?",
-            (target, msgspec.json.encode(record), record.id, before),
-        )
+        try:
+            done = self._db.execute(
+                "UPDATE sandboxes SET state = ?, record = ? WHERE id = ? AND state = ?",
+                (target, msgspec.json.encode(record), record.id, before),
+            )
+        except BaseException:
+            record.state = before  # what is in memory is what is on disk
+            raise
         if done.rowcount != 1:
             record.state = before
             raise ConflictError(f"sandbox {record.id} is no longer {before.value}")
