@@ -10,11 +10,11 @@ static struct http_connection *connection_of(http_parser *parser)
 	return parser->data;
 }
 
-/* Ends parsing with an HTTP status. */
+/* Ends parsing with an HTTP status. (From on_headers_complete 1 and 2 would mean something else than an error.) */
 static int refuse(struct http_connection *conn, int status)
 {
 	conn->refuse = status;
-	return 1;
+	return -1;
 }
 
 void http_head_free(struct http_connection *conn)
@@ -109,6 +109,12 @@ static void lower(char *text)
 			*text += 'a' - 'A';
 }
 
+/* The parser lets a space pass within or behind a name: "Content-Length : 5" is a header to some and not to others. */
+static bool is_token(const char *text)
+{
+	return *text && strspn(text, "abcdefghijklmnopqrstuvwxyz0123456789!#$%&'*+-.^_`|~") == strlen(text);
+}
+
 static bool copy_headers(struct http_request *req, const struct http_head *head)
 {
 	size_t i;
@@ -164,6 +170,11 @@ static size_t count_headers(const struct http_request *req, const char *name)
 
 static int check_request(const http_parser *parser, const struct http_request *req)
 {
+	size_t i;
+
+	for (i = 0; i < req->n_headers; i++)
+		if (!is_token(req->headers[i].name))
+			return 400;
 	if (parser->http_major != 1 || parser->http_minor > 1)
 		return 505;
 	if (!req->http10 && count_headers(req, "host") != 1)
