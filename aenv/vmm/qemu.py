@@ -345,16 +345,20 @@ class QemuVm(Vm):
                     self._migration.set_exception(VmmError("the device state does not fit this machine"))
 
     def _monitor_closed(self) -> None:
-        """Without a monitor a machine is out of control: it is ended (usually the process has just died)."""
-        self._end("the monitor connection broke")
+        """Without a monitor a machine is out of control and is ended."""
+        self._end("the monitor connection broke", patience=1)
 
-    def _end(self, reason: str) -> None:
+    def _end(self, reason: str, patience: float = 0) -> None:
         if self._ending is None and self.state is not VmState.EXITED:
-            self._ending = asyncio.get_running_loop().create_task(self._end_process(reason))
+            self._ending = asyncio.get_running_loop().create_task(self._end_process(reason, patience))
 
-    async def _end_process(self, reason: str) -> None:
+    async def _end_process(self, reason: str, patience: float) -> None:
+        """`patience` is for a process that is dying: its sockets close a moment before it is gone, and how it ended
+        says more than `reason`."""
         with contextlib.suppress(AenvError):
             await self._read_serial()
+        if patience:
+            await asyncio.wait({self._process.exited}, timeout=patience)
         if self._process.alive:
             self._reason = self._reason or reason
         await self._process.kill()

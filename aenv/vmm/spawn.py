@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import select
 import shutil
 import signal
@@ -216,12 +217,13 @@ def start(
 
     `fds` maps a descriptor number of the new process to one of ours; 0 to 2 default to /dev/null, 1 and 2 to `log` (a
     descriptor, or a file that is appended to). `env` None gives only PATH and LANG. `cgroups` are directories to join.
-    `limits` maps RLIMIT_* to (soft, hard). Raises UnavailableError when the program cannot be executed, else OSError
-    naming the step.
+    `limits` maps RLIMIT_* to (soft, hard); without one there are no core files. Raises UnavailableError when the
+    program cannot be executed, else OSError naming the step.
     """
     program = str(argv[0])
     binary = Path(program) if "/" in program else find_binary(program)
     environment = {"PATH": SYSTEM_PATH, "LANG": "C.UTF-8"} if env is None else env
+    all_limits = {resource.RLIMIT_CORE: (0, 0)} | dict(limits or {})  # a core file would hold a guest's memory
     with ExitStack() as stack:
 
         def opened(path: Path | str, flags: int) -> int:
@@ -245,7 +247,7 @@ def start(
                 cwd=None if cwd is None else os.fsencode(cwd),
                 cgroups=[opened(c / "cgroup.procs", os.O_WRONLY) for c in cgroups],
                 oom_score_adj=oom_score_adj,
-                limits=[(name, soft, hard) for name, (soft, hard) in (limits or {}).items()],
+                limits=[(name, soft, hard) for name, (soft, hard) in all_limits.items()],
                 user=None if user is None else (user.uid, user.gid, user.groups),
                 no_new_privs=no_new_privs,
             )

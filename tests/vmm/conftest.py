@@ -1,0 +1,1 @@
+from tests.vmm.guest import guest  # noqa: F401

@@ -1,0 +1,124 @@
+"""A tiny real guest for the tests of VMM and snapshots: a stock kernel and the program guest.c as PID 1."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from aenv.boot import cpio
+from aenv.boot.cmdline import host_tsc_khz
+from aenv.boot.kernel import ensure_kernel
+from aenv.boot.modules import ModuleTree
+from aenv.snapshot.capture import capture_template
+from aenv.vmm.base import Disk, Machine, Vm, Vmm, VmmKind
+from aenv.vmm.qemu import QemuVmm
+
+MEMORY_MIB = 160
+DISK_SIZE = 8 << 20
+SECTOR = 512
+PATIENCE = 60.0  # seconds for a loaded host; nothing waits that long when all is well
+
+
+@dataclass(frozen=True)
+class Guest:
+    """A booted and captured guest: what a template is to the product."""
+
+    machine: Machine
+    folder: Path
+
+    @property
+    def memory(self) -> Path:
+        return self.folder / "memory"
+
+    @property
+    def state(self) -> Path:
+        return self.folder / "state"
+
+
+def write_command(disk: Path, command: str) -> None:
+    """Tell the guest what to do next: it reads the first sector again and again."""
+    with disk.open("r+b") as file:
+        file.write(command.encode().ljust(SECTOR, b"\0"))
+
+
+def new_disk(path: Path, command: str = "IDLE") -> Disk:
+    with path.open("wb") as file:
+        file.truncate(DISK_SIZE)
+    write_command(path, command)
+    return Disk(path, "raw")
+
+
+async def console(vm: Vm, text: str) -> str:
+    """Wait until the guest has printed `text`."""
+    async with asyncio.timeout(PATIENCE):
+        while text not in (seen := await vm.serial_tail(1 << 16)):
+            assert not vm.exited.done(), vm.exited.result()
+            await asyncio.sleep(0.01)  # the console gives no event
+    return seen
+
+
+@contextlib.asynccontextmanager
+async def killed(vm: Vm) -> AsyncIterator[Vm]:
+    try:
+        yield vm
+    finally:
+        await vm.kill()
+        assert not vm.run_dir.exists()
+
+
+def build_machine(folder: Path) -> Machine:
+    cache = os.environ.get("AENV_TEST_CACHE", str(Path(tempfile.gettempdir()) / "aenv-test-cache"))
+    kernel = ensure_kernel(Path(cache), print)
+    init = folder / "init"
+    source = Path(__file__).with_name("guest.c")
+    subprocess.run(["cc", "-O2", "-static", "-Wall", "-o", str(init), str(source)], check=True)
+    modules = ModuleTree(kernel.modules_dir).resolve(["virtio_mmio", "virtio_blk"])
+    paths = [f"{number}.ko" for number in range(len(modules))]
+    archive = cpio.write_archive(
+        [
+            cpio.directory("dev"),
+            cpio.character_device("dev/console", 5, 1),
+            cpio.regular("init", init.read_bytes(), 0o755),
+            *(cpio.regular(p, m.data) for p, m in zip(paths, modules, strict=True)),
+            cpio.regular("modules.list", "".join(f"/{p}\n" for p in paths).encode()),
+        ]
+    )
+    initrd = folder / "initrd"
+    initrd.write_bytes(archive)
+    cmdline = f"console=ttyS0 quiet reboot=t panic=-1 tsc_early_khz={host_tsc_khz()} mitigations=off"
+    return Machine(1, MEMORY_MIB, kernel.boot_image, initrd, cmdline)
+
+
+async def capture_guest(folder: Path) -> Guest:
+    vmm = await QemuVmm.detect(VmmKind.QEMU_TCG)
+    machine = build_machine(folder)
+    blank = folder / "blank"
+    with blank.open("wb") as file:
+        file.truncate(MEMORY_MIB << 20)
+    disk = new_disk(folder / "disk")
+    vm = await vmm.boot(machine, memory_image=blank, disk=disk, nic=None, run_dir=folder / "run")
+    async with killed(vm):
+        await console(vm, "round 0: IDLE")
+        await capture_template(vm, folder, parent_image=None)
+    return Guest(machine, folder)
+
+
+@pytest.fixture(scope="session")
+def guest(tmp_path_factory: pytest.TempPathFactory):
+    folder = tmp_path_factory.mktemp("guest")
+    yield asyncio.run(capture_guest(folder))
+    shutil.rmtree(folder)
+
+
+async def prepared(guest: Guest, run_dir: Path, vmm: Vmm | None = None) -> Vm:
+    vmm = vmm or await QemuVmm.detect(VmmKind.QEMU_TCG)
+    return await vmm.prepare(guest.machine, memory_image=guest.memory, nic=None, run_dir=run_dir)

@@ -1,0 +1,298 @@
+"""Real machines under QEMU."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import uvloop
+
+from aenv.errors import ConflictError, InvalidInputError, NotFoundError, VmmError
+from aenv.snapshot.restore import restore
+from aenv.storage.overlay import create_overlay
+from aenv.vmm import qemu
+from aenv.vmm.base import Disk, VmmKind, VmState
+from aenv.vmm.qemu import QemuVmm
+from aenv.vmm.spawn import process_start_time, processes_in
+from tests.vmm.guest import DISK_SIZE, Guest, console, killed, new_disk, prepared, write_command
+
+pytestmark = pytest.mark.vm
+
+
+def test_restored_guest_goes_on_with_the_disk_it_is_given(guest: Guest, tmp_path: Path):
+    """Memory and program go on (no second READY); the disk is the new one, as raw file and as overlay."""
+
+    async def main() -> None:
+        base = new_disk(tmp_path / "base", "HELLO-FROM-BASE")
+        overlay = tmp_path / "overlay"
+        create_overlay(overlay, base.path, DISK_SIZE)
+        for number, disk in enumerate((base, Disk(overlay, "qcow2", backing=base.path))):
+            async with killed(await prepared(guest, tmp_path / f"run{number}")) as vm:
+                assert vm.state is VmState.PREPARED
+                await restore(vm, state=guest.state, disk=disk)
+                assert vm.state is VmState.PAUSED
+                await vm.resume()
+                assert vm.state is VmState.RUNNING
+                assert "READY" not in await console(vm, "HELLO-FROM-BASE")
+
+    uvloop.run(main())
+
+
+def test_what_the_guest_writes_stays_in_its_overlay(guest: Guest, tmp_path: Path):
+    async def main() -> None:
+        base = new_disk(tmp_path / "base", "SAVE 42")
+        before = base.path.read_bytes()
+        overlay = Disk(tmp_path / "overlay", "qcow2", backing=base.path)
+        create_overlay(overlay.path, base.path, DISK_SIZE)
+        async with killed(await prepared(guest, tmp_path / "run")) as vm:
+            await restore(vm, state=guest.state, disk=overlay)
+            await vm.resume()
+            await console(vm, "saved 42")
+            await vm.pause()
+        assert base.path.read_bytes() == before
+        write_command(base.path, "SHOW ")
+        async with killed(await prepared(guest, tmp_path / "run")) as vm:
+            await restore(vm, state=guest.state, disk=overlay)
+            await vm.resume()
+            await console(vm, "shown saved 42")
+
+    asyncio.run(main())
+
+
+def test_backing_named_inside_an_overlay_is_not_opened(guest: Guest, tmp_path: Path):
+    """A VMM that was taken over could write any path there."""
+
+    async def main() -> None:
+        secret = new_disk(tmp_path / "secret", "SECRET")
+        overlay = tmp_path / "overlay"
+        create_overlay(overlay, secret.path, DISK_SIZE)
+        async with killed(await prepared(guest, tmp_path / "run")) as vm:
+            await restore(vm, state=guest.state, disk=Disk(overlay, "qcow2"))
+            await vm.resume()
+            assert "SECRET" not in await console(vm, "round")
+
+    asyncio.run(main())
+
+
+def test_process_is_confined(guest: Guest, tmp_path: Path):
+    async def main() -> None:
+        vmm = await QemuVmm.detect(VmmKind.QEMU_TCG)
+        async with (
+            killed(await prepared(guest, tmp_path / "run1", vmm)) as one,
+            killed(await prepared(guest, tmp_path / "run2", vmm)) as two,
+        ):
+            uids = set()
+            for vm in (one, two):
+                status = Path(f"/proc/{vm.pid}/status").read_text()
+                fields = dict(line.split(":\t", 1) for line in status.splitlines())
+                assert set(fields["Gid"].split()) == {str(qemu.GROUP)}
+                assert fields["Groups"].strip() == ""
+                assert int(fields["CapEff"], 16) == 0
+                assert (fields["NoNewPrivs"], fields["Seccomp"]) == ("1", "2")
+                uids |= set(fields["Uid"].split())
+                assert "Max core file size        0" in Path(f"/proc/{vm.pid}/limits").read_text()
+            assert len(uids) == 2
+            assert all(int(uid) > qemu.UID_BASE for uid in uids)
+            assert [pid for pid, _ in processes_in(two.run_dir)] == [two.pid]
+
+    asyncio.run(main())
+
+
+def test_memory_image_is_shared_and_never_changed(guest: Guest, tmp_path: Path):
+    async def main() -> None:
+        image = guest.memory.read_bytes()
+        disk = new_disk(tmp_path / "disk", "FILL 8")
+        async with killed(await prepared(guest, tmp_path / "run")) as vm:
+            await restore(vm, state=guest.state, disk=disk)
+            await vm.resume()
+            await console(vm, "FILL 8")
+            regions = await vm.memory_regions()
+            assert [(r.pid, r.guest_offset, r.length) for r in regions] == [(vm.pid, 0, len(image))]
+        assert guest.memory.read_bytes() == image
+
+    asyncio.run(main())
+
+
+def test_end_of_the_guest_is_told_with_its_last_words(guest: Guest, tmp_path: Path):
+    async def main() -> None:
+        for command, reason, words in (
+            ("HALT ", "the guest shut down (guest-reset)", "reboot: Restarting"),
+            ("PANIC", "the guest shut down (guest-reset)", "Attempted to kill init"),
+        ):
+            disk = new_disk(tmp_path / "disk", command)
+            async with killed(await prepared(guest, tmp_path / "run")) as vm:
+                await restore(vm, state=guest.state, disk=disk)
+                await vm.resume()
+                end = await asyncio.wait_for(vm.exited, 60)
+                assert end.reason == reason
+                assert words in end.serial_tail
+                assert vm.state is VmState.EXITED
+                with pytest.raises(ConflictError):
+                    await vm.pause()
+                assert words in await vm.serial_tail()
+
+    asyncio.run(main())
+
+
+def test_death_of_the_process_is_noticed(guest: Guest, tmp_path: Path):
+    async def main() -> None:
+        vm = await prepared(guest, tmp_path / "run")
+        async with killed(vm):
+            await restore(vm, state=guest.state, disk=new_disk(tmp_path / "disk"))
+            await vm.resume()
+            os.kill(vm.pid, signal.SIGKILL)
+            assert (await asyncio.wait_for(vm.exited, 60)).reason == "QEMU was killed by SIGKILL"
+            for operation in (vm.pause, vm.resume, vm.memory_regions):
+                with pytest.raises((ConflictError, VmmError)):
+                    await operation()
+        await vm.kill()  # a second time
+
+    asyncio.run(main())
+
+
+def test_death_in_the_middle_of_each_step(guest: Guest, tmp_path: Path):
+    """No step hangs and none succeeds silently."""
+
+    async def main() -> None:
+        vmm = await QemuVmm.detect(VmmKind.QEMU_TCG)
+        disk = new_disk(tmp_path / "disk")
+        for step in ("attach_disk", "load_state", "resume", "pause", "save_state"):
+            async with killed(await prepared(guest, tmp_path / "run", vmm)) as vm:
+                calls = {
+                    "attach_disk": lambda vm=vm: vm.attach_disk(disk),
+                    "load_state": lambda vm=vm: vm.load_state(guest.state),
+                    "resume": vm.resume,
+                    "pause": vm.pause,
+                    "save_state": lambda vm=vm: vm.save_state(tmp_path / "state"),
+                }
+                for name, call in calls.items():
+                    if name == step:
+                        os.kill(vm.pid, signal.SIGKILL)
+                        with pytest.raises((VmmError, ConflictError)):
+                            await asyncio.wait_for(call(), 60)
+                        break
+                    await call()
+                assert not (tmp_path / "state").exists()
+
+    asyncio.run(main())
+
+
+def test_flooded_console_keeps_its_end(guest: Guest, tmp_path: Path):
+    async def main() -> None:
+        disk = new_disk(tmp_path / "disk", "FLOOD")
+        async with killed(await prepared(guest, tmp_path / "run")) as vm:
+            await restore(vm, state=guest.state, disk=disk)
+            await vm.resume()
+            await console(vm, "fox" + " jumps over the lazy dog")
+            tails = [await vm.serial_tail(1 << 20) for _ in range(20)]
+            assert all(len(tail) <= qemu.SERIAL_RING for tail in tails)
+            assert await vm.serial_tail(0) == ""
+
+    asyncio.run(main())
+
+
+def test_another_daemon_adopts_the_machine(guest: Guest, tmp_path: Path):
+    async def first() -> tuple[int, int]:
+        vm = await prepared(guest, tmp_path / "run")
+        await restore(vm, state=guest.state, disk=new_disk(tmp_path / "disk"))
+        await vm.resume()
+        await vm.detach()
+        return vm.pid, process_start_time(vm.pid)
+
+    async def second(pid: int, start_time: int) -> None:
+        vmm = await QemuVmm.detect(VmmKind.QEMU_TCG)
+        with pytest.raises(NotFoundError):
+            await vmm.adopt(pid, start_time + 1, tmp_path / "run")
+        vm = await vmm.adopt(pid, start_time, tmp_path / "run")
+        async with killed(vm):
+            assert vm.state is VmState.RUNNING
+            write_command(tmp_path / "disk", "ADOPTED")
+            await console(vm, "ADOPTED")
+            await vm.pause()
+            await vm.save_state(tmp_path / "state")
+            assert (await vm.memory_regions())[0].length == guest.memory.stat().st_size
+            await vm.resume()
+            write_command(tmp_path / "disk", "HALT ")
+            assert "shut down" in (await asyncio.wait_for(vm.exited, 60)).reason
+        with pytest.raises(NotFoundError):
+            await vmm.adopt(pid, start_time, tmp_path / "run")
+
+    second_arguments = uvloop.run(first())
+    asyncio.run(second(*second_arguments))
+
+
+def test_wrong_state_of_the_machine_is_refused(guest: Guest, tmp_path: Path):
+    async def main() -> None:
+        disk = new_disk(tmp_path / "disk")
+        async with killed(await prepared(guest, tmp_path / "run")) as vm:
+            for call in (vm.pause, vm.resume, lambda: vm.save_state(tmp_path / "s")):
+                with pytest.raises(ConflictError, match="prepared"):
+                    await call()
+            with pytest.raises(InvalidInputError, match="read_only"):
+                await vm.attach_disk(Disk(disk.path, "raw", read_only=True))
+            with pytest.raises(InvalidInputError, match=r"disk\.format"):
+                await vm.attach_disk(Disk(disk.path, "vmdk"))
+            with pytest.raises(VmmError, match="No such file"):
+                await vm.attach_disk(Disk(tmp_path / "none", "raw"))
+            await restore(vm, state=guest.state, disk=disk)
+            for call in (lambda: vm.attach_disk(disk), lambda: vm.load_state(guest.state)):
+                with pytest.raises(ConflictError, match="paused"):
+                    await call()
+            await vm.pause()
+            await vm.resume()
+            with pytest.raises(ConflictError, match="running"):
+                await vm.save_state(tmp_path / "s")
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("damage", ["empty", "cut", "noise"])
+def test_bad_device_state_is_an_error(guest: Guest, tmp_path: Path, damage: str):
+    async def main() -> None:
+        good = guest.state.read_bytes()
+        bad = {"empty": b"", "cut": good[: len(good) // 2], "noise": os.urandom(len(good))}[damage]
+        (tmp_path / "state").write_bytes(bad)
+        async with killed(await prepared(guest, tmp_path / "run")) as vm:
+            with pytest.raises(VmmError):
+                await restore(vm, state=tmp_path / "state", disk=new_disk(tmp_path / "disk"))
+
+    asyncio.run(main())
+
+
+def test_failed_start_leaves_nothing_and_says_why(guest: Guest, tmp_path: Path):
+    async def main() -> None:
+        vmm = await QemuVmm.detect(VmmKind.QEMU_TCG)
+        run_dir = tmp_path / "run"
+        (tmp_path / "small").write_bytes(bytes(4096))
+        with pytest.raises(VmmError, match="4096 bytes"):
+            await vmm.prepare(guest.machine, memory_image=tmp_path / "small", nic=None, run_dir=run_dir)
+        with pytest.raises(VmmError, match="No such file"):
+            await vmm.prepare(guest.machine, memory_image=tmp_path / "none", nic=None, run_dir=run_dir)
+        broken = QemuVmm(VmmKind.QEMU_TCG, version="7.2.0", binary=Path("/bin/false"))
+        with pytest.raises(VmmError, match="exited with status 1"):
+            await broken.prepare(guest.machine, memory_image=guest.memory, nic=None, run_dir=run_dir)
+        assert not run_dir.exists()
+        with pytest.raises(InvalidInputError):
+            QemuVmm(VmmKind.FIRECRACKER, version="1", binary=Path("/bin/false"))
+
+    asyncio.run(main())
+
+
+def test_twenty_restores_in_a_row(guest: Guest, tmp_path: Path):
+    """Twenty restores in a row: nothing is left between them and each one runs."""
+
+    async def main() -> None:
+        vmm = await QemuVmm.detect(VmmKind.QEMU_TCG)
+        before = len(os.listdir("/proc/self/fd"))
+        for number in range(20):
+            disk = new_disk(tmp_path / "disk", f"NUMBER {number};")
+            async with killed(await prepared(guest, tmp_path / "run", vmm)) as vm:
+                await restore(vm, state=guest.state, disk=disk)
+                await vm.resume()
+                await console(vm, f"NUMBER {number};")
+            assert len(os.listdir("/proc/self/fd")) == before
+
+    uvloop.run(main())
