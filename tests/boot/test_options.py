@@ -17,19 +17,10 @@ KEYS = ["ip4", "gw4", "ip6", "gw6", "gwmac", "dns", "hostname", "rootflags", "in
 @pytest.fixture(scope="module")
 def reader(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("options") / "reader"
-    sources = [Path(__file__).with_name("options_reader.c"), *(ROOT / "guest/init" / f"{n}.c" for n in ("options", "files", "log"))]  # fmt: skip
-    subprocess.run(
-        [
-            *COMPILE,
-            "-g",
-            "-fsanitize=address,undefined",
-            "-fno-sanitize-recover=all",
-            "-o",
-            str(out),
-            *map(str, sources),
-        ],
-        check=True,
-    )
+    parts = [ROOT / "guest/init" / f"{name}.c" for name in ("options", "files", "log")]
+    sources = [Path(__file__).with_name("options_reader.c"), *parts]
+    flags = ["-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-o", str(out)]
+    subprocess.run([*COMPILE, *flags, *map(str, sources)], check=True)
     return out
 
 
