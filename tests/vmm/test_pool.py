@@ -69,7 +69,7 @@ class Factory:
 
 async def until(condition) -> None:
     async with asyncio.timeout(5):
-        while not condition():  # noqa: ASYNC110 - a test looks from outside
+        while not condition():
             await asyncio.sleep(0)
 
 
