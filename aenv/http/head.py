@@ -120,8 +120,8 @@ def parse_request_head(head: bytes, *, max_headers: int, max_target: int) -> Req
     if len(seen.fields) > max_headers:
         raise HttpError(431, f"more than {max_headers} header fields")
     headers = Headers(seen.fields)
-    target = _origin_form(method, seen.target.decode("latin-1"), headers)
     _check_host(headers, version)
+    target = _origin_form(method, seen.target.decode("latin-1"), headers)
     connection = headers.tokens("connection")
     return RequestHead(
         method=method,
@@ -151,10 +151,9 @@ def _origin_form(method: str, target: str, headers: Headers) -> str:
     if target.startswith("/") or (target == "*" and method == "OPTIONS"):
         return target
     match = _ABSOLUTE.fullmatch(target)
-    if match is None or not match[1]:
+    if match is None or not match[1] or not _HOST.fullmatch(match[1]):
         raise HttpError(400, "request target: neither a path nor a URL")
-    if len(headers.get_all("host")) <= 1:  # a second one is refused by the next check
-        headers.set("Host", match[1])
+    headers.set("Host", match[1])
     return match[2] if match[2].startswith("/") else "/" + match[2]
 
 
@@ -232,7 +231,7 @@ def _response_length(headers: Headers) -> int:
         return CHUNKED
     if not lengths:
         return UNTIL_CLOSE
-    if len(set(lengths)) > 1 or not _DIGITS.fullmatch(lengths[0]):
+    if len(lengths) > 1 or not _DIGITS.fullmatch(lengths[0]):
         raise ProtocolError("response head: bad Content-Length")
     return int(lengths[0])
 

@@ -72,7 +72,8 @@ def test_pipelined_flood_does_not_pile_up() -> None:
 def test_any_segmentation_gives_the_same_requests(both: Any, cut: int) -> None:
     data = (
         b"POST /p?q=1 HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n\r\nhello"
-        b"POST /c HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n3;ext=1\r\nabc\r\nA\r\n0123456789\r\n0\r\n\r\n"
+        b"POST /c HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+        b"3;ext=1\r\nabc\r\nA\r\n0123456789\r\n0\r\n\r\n"
     )
 
     async def main() -> None:
@@ -433,7 +434,14 @@ def test_slow_handler_holds_the_upload_back() -> None:
 
 @pytest.mark.parametrize(
     "headers",
-    [[("A", "b\r\nSet-Cookie: x")], [("A", "b\nc")], [("A\r\nB", "c")], [("A b", "c")], [("A", "\0")], [("A", "\u20ac")]],
+    [
+        [("A", "b\r\nSet-Cookie: x")],
+        [("A", "b\nc")],
+        [("A\r\nB", "c")],
+        [("A b", "c")],
+        [("A", "\0")],
+        [("A", "\u20ac")],
+    ],
 )
 def test_response_splitting_is_refused(headers: list[tuple[str, str]]) -> None:
     async def handler(request: Request) -> Response:
@@ -579,9 +587,10 @@ def test_close_finishes_running_requests_and_drops_late_ones(both: Any) -> None:
 def test_opened_and_dropped_connections_leave_nothing() -> None:
     async def main() -> None:
         async with serving() as server:
+            parts = (b"", b"GET / HT", GET, b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n1")
             for n in range(300):
                 with socket.create_connection(("127.0.0.1", server.port)) as sock:
-                    sock.send([b"", b"GET / HT", GET, b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n1"][n % 4])
+                    sock.send(parts[n % 4])
                 await asyncio.sleep(0)
             while server.connections:
                 await asyncio.sleep(0.01)

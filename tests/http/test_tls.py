@@ -1,0 +1,127 @@
+"""TLS with a development certificate: names, versions, ALPN, files."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aenv.errors import InvalidInputError
+from aenv.http.devcert import DevCert, make_dev_cert
+from aenv.http.message import Request, Response
+from aenv.http.server import Server
+from aenv.http.tls import server_context
+from tests.http.support import Raw, run
+
+
+@pytest.fixture(scope="module")
+def cert(tmp_path_factory: pytest.TempPathFactory) -> DevCert:
+    return make_dev_cert("e2b.test", tmp_path_factory.mktemp("cert"))
+
+
+def client_context(cert: DevCert, *alpn: str) -> ssl.SSLContext:
+    context = ssl.create_default_context(cafile=str(cert.ca))
+    context.verify_flags |= ssl.VERIFY_X509_STRICT
+    if alpn:
+        context.set_alpn_protocols(list(alpn))
+    return context
+
+
+async def scheme(request: Request) -> Response:
+    return Response(200, f"{request.scheme} {request.headers.get('host')} {len(await request.read(1 << 23))}".encode())
+
+
+@pytest.mark.parametrize("name", ["e2b.test", "api.e2b.test", "49983-iabc.e2b.test", "localhost", "127.0.0.1", "::1"])
+def test_names_of_the_certificate(both: Any, cert: DevCert, name: str) -> None:
+    async def main() -> None:
+        server = await Server.start(scheme, ssl=server_context(cert.cert, cert.key))
+        reader, writer = await asyncio.open_connection(
+            "127.0.0.1", server.port, ssl=client_context(cert, "h2", "http/1.1"), server_hostname=name
+        )
+        assert writer.get_extra_info("ssl_object").selected_alpn_protocol() == "http/1.1"
+        raw = Raw(reader, writer)
+        for _ in range(2):
+            writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 3000000\r\n\r\n" + bytes(3_000_000))
+            assert (await raw.answer())[2] == b"https x 3000000"
+        writer.close()
+        await server.close(1)
+
+    both(main())
+
+
+@pytest.mark.parametrize("name", ["other.test", "a.b.e2b.test"])
+def test_other_names_are_refused(cert: DevCert, name: str) -> None:
+    async def main() -> None:
+        server = await Server.start(scheme, ssl=server_context(cert.cert, cert.key))
+        with pytest.raises(ssl.SSLCertVerificationError):
+            await asyncio.open_connection("127.0.0.1", server.port, ssl=client_context(cert), server_hostname=name)
+        await server.close(1)
+
+    run(main())
+
+
+@pytest.mark.filterwarnings("ignore:ssl.TLSVersion:DeprecationWarning")
+def test_old_versions_and_other_protocols_are_refused(cert: DevCert) -> None:
+    async def main() -> None:
+        server = await Server.start(scheme, ssl=server_context(cert.cert, cert.key))
+        old = client_context(cert)
+        old.minimum_version = ssl.TLSVersion.TLSv1
+        old.maximum_version = ssl.TLSVersion.TLSv1_1
+        for context in (old, client_context(cert, "h2")):
+            try:
+                _, writer = await asyncio.open_connection(
+                    "127.0.0.1", server.port, ssl=context, server_hostname="e2b.test"
+                )
+            except (ssl.SSLError, ConnectionError):
+                continue
+            assert context is not old
+            assert writer.get_extra_info("ssl_object").selected_alpn_protocol() is None
+            writer.close()
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")  # clear text on the TLS port
+        assert b"HTTP" not in await reader.read()
+        writer.close()
+        await server.close(1)
+
+    run(main())
+
+
+def test_files(tmp_path: Path) -> None:
+    first = make_dev_cert("e2b.test", tmp_path / "new" / "dir")
+    assert {p.name: p.stat().st_mode & 0o777 for p in first.ca.parent.iterdir()} == {
+        "ca.pem": 0o644, "cert.pem": 0o644, "key.pem": 0o600
+    }  # fmt: skip
+    before = first.key.read_bytes()
+    first.key.chmod(0o644)
+    second = make_dev_cert("e2b.test", tmp_path / "new" / "dir")
+    assert second.key.read_bytes() != before
+    assert second.key.stat().st_mode & 0o777 == 0o600
+    server_context(second.cert, second.key)
+
+
+def test_key_is_not_written_through_a_link(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").write_text("keep")
+    (tmp_path / "key.pem").symlink_to(tmp_path / "elsewhere")
+    assert not make_dev_cert("e2b.test", tmp_path).key.is_symlink()
+    assert (tmp_path / "elsewhere").read_text() == "keep"
+
+
+@pytest.mark.parametrize(
+    "domain", ["", "E2B.test", "a..b", "-a.b", "a.b:8443", "*.a", "a/b", "a" * 64, "ab." * 90 + "c", "a\n"]
+)
+def test_bad_domains_are_refused(tmp_path: Path, domain: str) -> None:
+    with pytest.raises(InvalidInputError, match="domain"):
+        make_dev_cert(domain, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_files_that_do_not_belong_together_are_refused(tmp_path: Path, cert: DevCert) -> None:
+    other = make_dev_cert("other.test", tmp_path)
+    (tmp_path / "junk").write_text("junk")
+    junk, missing = tmp_path / "junk", tmp_path / "missing"
+    for cert_file, key_file in ((cert.cert, other.key), (junk, other.key), (missing, other.key), (cert.cert, missing)):
+        with pytest.raises(InvalidInputError):
+            server_context(cert_file, key_file)
