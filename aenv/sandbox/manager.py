@@ -524,6 +524,7 @@ class Manager:
         sandbox = self._sandboxes[record.id] = Sandbox(record, template)
         state, machine = record.state, record.machine
         if state is SandboxState.PAUSED or (state is SandboxState.RESUMING and machine is None):
+            await self._abandon(record)
             record.machine = None
             self._store.transition(record, (state,), SandboxState.PAUSED)
             return

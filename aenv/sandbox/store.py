@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from aenv.errors import ConflictError, NotFoundError
+from aenv.errors import ConflictError, InvalidInputError, NotFoundError, UnavailableError
 from aenv.sandbox.service import CreateOptions, SandboxState
 
 SCHEMA_VERSION = 1
@@ -52,21 +52,36 @@ class Record(msgspec.Struct, kw_only=True):
 
 
 class Store:
-    """The table. Calls are synchronous and take some 50 µs; errors of SQLite itself are not caught."""
+    """The table. Calls are synchronous and take some 50 µs; later errors of SQLite itself are not caught.
+
+    Raises UnavailableError for a file that is no data base, ConflictError for one of another schema version.
+    """
 
     def __init__(self, path: Path) -> None:
-        self._db = sqlite3.connect(path, isolation_level=None)
-        self._db.execute("PRAGMA journal_mode=WAL")
-        self._db.execute("PRAGMA synchronous=NORMAL")
-        (version,) = self._db.execute("PRAGMA user_version").fetchone()
-        if version == 0:
-            self._db.executescript(f"BEGIN; {SCHEMA} PRAGMA user_version={SCHEMA_VERSION}; COMMIT;")
-        elif version != SCHEMA_VERSION:
+        self._path = path
+        try:
+            self._db = sqlite3.connect(path, isolation_level=None)
+            self._prepare()
+        except sqlite3.Error as error:
+            raise UnavailableError(
+                f"{path} cannot be used: {error}", hint="restore a backup of it, or move it away"
+            ) from error
+
+    def _prepare(self) -> None:
+        try:
+            (version,) = self._db.execute("PRAGMA user_version").fetchone()
+            if version not in (0, SCHEMA_VERSION):
+                raise ConflictError(
+                    f"{self._path} has schema version {version}, this program knows {SCHEMA_VERSION}",
+                    hint="use the program version that made it, or another --home",
+                )
+            self._db.execute("PRAGMA journal_mode=WAL")
+            self._db.execute("PRAGMA synchronous=NORMAL")
+            if version == 0:
+                self._db.executescript(f"BEGIN; {SCHEMA} PRAGMA user_version={SCHEMA_VERSION}; COMMIT;")
+        except BaseException:
             self._db.close()
-            raise ConflictError(
-                f"{path} has schema version {version}, this program knows {SCHEMA_VERSION}",
-                hint="use the program version that made it, or another --home",
-            )
+            raise
 
     def close(self) -> None:
         self._db.close()
@@ -112,12 +127,17 @@ class Store:
         self._db.execute("DELETE FROM sandboxes WHERE id = ?", (sandbox_id,))
 
     def load(self) -> list[Record]:
-        """All records, for the start of the daemon."""
-        rows = self._db.execute("SELECT state, record FROM sandboxes ORDER BY id").fetchall()
+        """All records, for the start of the daemon. Raises InvalidInputError naming a damaged one."""
+        rows = self._db.execute("SELECT id, state, record FROM sandboxes ORDER BY id").fetchall()
         records = []
-        for state, blob in rows:
-            record = msgspec.json.decode(blob, type=Record)
-            record.state = SandboxState(state)
+        for identity, state, blob in rows:
+            try:
+                record = msgspec.json.decode(blob, type=Record)
+                record.state = SandboxState(state)
+            except (ValueError, RecursionError) as error:
+                raise InvalidInputError(
+                    f"sandbox {identity}", f"its record in {self._path} is damaged: {error}"
+                ) from error
             records.append(record)
         return records
 
