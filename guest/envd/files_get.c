@@ -21,7 +21,7 @@
 #include "path.h"
 
 #define PIECE 65536
-#define TURN (1 << 20)
+#define TURN (1 << 17)
 /* Compression costs the guest's CPU more than the bytes cost the link, and defeats sendfile, unless the file is of
  * middle size. Clients that ask for nothing but gzip get it for every size. */
 #define GZIP_SIZE_MIN 1024
@@ -162,7 +162,7 @@ static void continue_download(struct download *download)
 		send_piece(download, piece, length);
 	}
 	if (http_pending(download->req) <= HTTP_HIGH_WATER)
-		event_active(download->turn, EV_TIMEOUT, 0);
+		files_next_turn(download->turn);
 }
 
 static void on_turn(evutil_socket_t fd, short what, void *data)

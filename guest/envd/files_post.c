@@ -21,7 +21,7 @@
 #include "upload_metadata.h"
 
 #define PIECE 65536
-#define TURN (1 << 20) /* decompressed bytes written before other clients get their turn */
+#define TURN (1 << 18) /* decompressed bytes written before other clients get their turn */
 #define FILES_MAX 4096 /* in one form */
 
 struct post {
@@ -206,7 +206,7 @@ static void on_turn(evutil_socket_t fd, short what, void *data)
 		return;
 	post->pending_at = post->pending_length - length;
 	if (more) {
-		event_active(post->turn, EV_TIMEOUT, 0);
+		files_next_turn(post->turn);
 		return;
 	}
 	free(post->pending);
@@ -226,7 +226,7 @@ static void postpone(struct post *post, const char *data, size_t length)
 	post->pending_at = 0;
 	post->pending_length = length;
 	http_pause_body(post->req);
-	event_active(post->turn, EV_TIMEOUT, 0);
+	files_next_turn(post->turn);
 }
 
 static void on_body(struct http_request *req, const char *data, size_t length)

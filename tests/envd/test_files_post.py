@@ -212,6 +212,20 @@ def test_highly_compressed_bodies_pass_in_turns(files: FilesClient, folder: Path
     assert (folder / "f").stat().st_size == size
 
 
+def test_other_clients_are_served_during_a_long_decompression(files: FilesClient, folder: Path) -> None:
+    body = gzip.compress(bytes(256 << 20), 1)
+    request = (
+        f"POST {files.target(str(folder / 'f'))} HTTP/1.1\r\nHost: x\r\nContent-Type: application/octet-stream\r\n"
+    )
+    request += f"Content-Encoding: gzip\r\nContent-Length: {len(body)}\r\n\r\n"
+    with files.raw(request.encode() + body) as connection:
+        for _ in range(3):
+            assert files.request("GET", "/health").status == 204
+            assert not select.select([connection], [], [], 0)[0]
+        assert connection.recv(65536).startswith(b"HTTP/1.1 200")
+    assert (folder / "f").stat().st_size == 256 << 20
+
+
 @pytest.mark.parametrize(
     "body",
     [
