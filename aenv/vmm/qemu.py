@@ -10,6 +10,7 @@ import asyncio
 import base64
 import binascii
 import contextlib
+import fcntl
 import json
 import os
 import re
@@ -32,6 +33,8 @@ DISK_NODE = "disk"  # the node the disk device looks at; what is below it is exc
 PAGE = 4096
 # A guest may write to its console without end: QEMU keeps the last bytes and drops the rest.
 SERIAL_RING = 64 << 10
+STATE_MAGIC = b"QEVM"  # migration/qemu-file-types.h: the first word of every stream
+STATE_LIMIT = 1 << 20  # bytes; what a pipe holds at most for an ordinary user. One vCPU needs 8 to 17 kB
 TRANSLATION_CACHE_MIB = 256  # a bound on what emulated code costs per machine; QEMU's own is 1 GiB
 
 # A uid for each machine, drawn at random from a range that systemd's uid table leaves unused. The first number of the
@@ -412,7 +415,7 @@ class QemuVm(Vm):
 
     async def load_state(self, state: Path) -> None:
         self._require(VmState.PREPARED)
-        fd = _open_image(state, os.O_RDONLY)
+        fd = _state_pipe(state)
         self._migration = asyncio.get_running_loop().create_future()
         try:
             await _together(
@@ -520,6 +523,35 @@ class QemuVm(Vm):
             self._qmp.close()
         if self._process.alive:
             self._process.detach()
+
+
+def _state_pipe(state: Path) -> int:
+    """The reading end of a pipe that holds a device state, and ends after it. (QEMU 9 and newer warn of files.)"""
+    fd = _open_image(state, os.O_RDONLY)
+    try:
+        size = os.fstat(fd).st_size
+        if size > STATE_LIMIT:
+            raise VmmError(f"{state} is larger than {STATE_LIMIT} bytes: it is no device state")
+        content = os.read(fd, STATE_LIMIT)
+    finally:
+        os.close(fd)
+    if not content.startswith(STATE_MAGIC):
+        raise VmmError(f"{state} is no device state of QEMU")
+    reader, writer = os.pipe2(os.O_CLOEXEC)
+    try:
+        os.set_blocking(writer, False)
+        if len(content) > fcntl.fcntl(writer, fcntl.F_GETPIPE_SZ):
+            fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, len(content))
+        written = os.write(writer, content)
+    except OSError as error:
+        os.close(reader)
+        raise VmmError(f"cannot hand over {state}: {error.strerror}") from error
+    finally:
+        os.close(writer)
+    if written != len(content):
+        os.close(reader)
+        raise VmmError(f"cannot hand over {state}: the pipe took {written} of {len(content)} bytes")
+    return reader
 
 
 async def _together(*commands: Any) -> None:

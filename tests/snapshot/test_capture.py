@@ -149,7 +149,7 @@ def test_death_of_the_vmm_during_a_capture(guest: Guest, tmp_path: Path, monkeyp
             with pytest.raises(VmmError):
                 await capture_delta(vm, target, parent_image=guest.memory)
             assert os.listdir(target) == []
-            assert (await vm.exited).reason == "QEMU was killed by SIGKILL"
+            assert (await vm.exited).reason.startswith("QEMU was killed by SIGKILL")
 
     asyncio.run(main())
 

@@ -144,7 +144,7 @@ def test_death_of_the_process_is_noticed(guest: Guest, tmp_path: Path):
             await restore(vm, state=guest.state, disk=new_disk(tmp_path / "disk"))
             await vm.resume()
             os.kill(vm.pid, signal.SIGKILL)
-            assert (await asyncio.wait_for(vm.exited, 60)).reason == "QEMU was killed by SIGKILL"
+            assert (await asyncio.wait_for(vm.exited, 60)).reason.startswith("QEMU was killed by SIGKILL")
             for operation in (vm.pause, vm.resume, vm.memory_regions):
                 with pytest.raises((ConflictError, VmmError)):
                     await operation()
@@ -249,11 +249,17 @@ def test_wrong_state_of_the_machine_is_refused(guest: Guest, tmp_path: Path):
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("damage", ["empty", "cut", "noise"])
+@pytest.mark.parametrize("damage", ["empty", "cut", "noise", "noise-inside", "long"])
 def test_bad_device_state_is_an_error(guest: Guest, tmp_path: Path, damage: str):
     async def main() -> None:
         good = guest.state.read_bytes()
-        bad = {"empty": b"", "cut": good[: len(good) // 2], "noise": os.urandom(len(good))}[damage]
+        bad = {
+            "empty": b"",
+            "cut": good[: len(good) // 2],
+            "noise": os.urandom(len(good)),
+            "noise-inside": good[:100] + os.urandom(len(good) - 100),
+            "long": good + bytes(2 << 20),
+        }[damage]
         (tmp_path / "state").write_bytes(bad)
         async with killed(await prepared(guest, tmp_path / "run")) as vm:
             with pytest.raises(VmmError):
