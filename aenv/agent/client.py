@@ -119,7 +119,7 @@ class Agent:
             finally:
                 connection.close()
         except (OSError, AenvError) as error:
-            raise GuestError(f"envd {method} {target}: {error or type(error).__name__}") from error
+            raise GuestError(f"envd {method} {target}: {str(error) or type(error).__name__}") from error
         if response.status >= 300:
             raise GuestError(f"envd {method} {target}: {response.status} {_message(content)}")
         return content

@@ -131,6 +131,7 @@ class Host:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.alive: dict[int, tuple[FakeVm, FakeSlot]] = {}  # by slot index
+        self.disks: dict[int, Path] = {}  # by slot index
         self.adopted: set[int] = set()
         self.pids = itertools.count(100)
         self.slots = itertools.count(1)
@@ -160,16 +161,20 @@ class Host:
         """Wait until a step is reached (again: clear `reached` first)."""
         await asyncio.wait_for(self.reached.setdefault(name, asyncio.Event()).wait(), 10)
 
-    def start(self) -> Running:
+    def start(self, disk: Path | None = None) -> Running:
+        assert disk is None or disk not in self.disks.values(), "two machines write to one disk"
         vm, slot = FakeVm(self, self.root / f"vm-{secrets.token_hex(4)}"), FakeSlot(self, next(self.slots))
         slot.vm = vm
         vm.run_dir.mkdir()
         self.alive[slot.index] = (vm, slot)
+        if disk is not None:
+            self.disks[slot.index] = disk
         self.count["started"] += 1
         return Running(cast(Vm, vm), cast(Slot, slot), secrets.token_hex(8))
 
     def stop(self, index: int) -> None:
         vm, _ = self.alive.pop(index)
+        self.disks.pop(index, None)
         self.count["ended"] += 1
         shutil.rmtree(vm.run_dir, ignore_errors=True)
         vm.die("killed")
@@ -217,14 +222,14 @@ class FakeMachines:
         assert disk.path.exists()
         if paused is not None and not (paused / "state").exists():
             raise VmmError("there is no state to restore")
-        running = self.host.start()
+        running = self.host.start(disk.path)
         cast(FakeSlot, running.slot).policy = policy
         return running
 
     async def boot(self, template: Template, disk: Disk, policy: Policy) -> Running:
         await self.host.step("boot")
         assert disk.path.exists()
-        return self.host.start()
+        return self.host.start(disk.path)
 
     async def capture_pause(self, running: Running, template: Template, target: Path) -> CaptureStats:
         vm = cast(FakeVm, running.vm)
