@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from aenv._native import memory
+from aenv._native.lsmt import Layer, Stack
 from aenv.vmm.spawn import reap, start
 
 PAGE = mmap.PAGESIZE
@@ -172,6 +173,9 @@ def test_capture_is_the_model(child, tmp_path, parent, writes, runs, ioctl, thre
         assert len(found) == stats["segments"]
         assert sum(length for _, length, _ in found) == len(changed) * PAGE
 
+        if blank:
+            stack = Stack([Layer(layer)])
+            assert stack.read(0, SIZE) == model, "the disk layers' reader sees the same"
         memory.write_image([fds[1]], SIZE, fds[0], fds[2])
         assert (tmp_path / "flat").read_bytes() == model
 
