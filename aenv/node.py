@@ -44,9 +44,20 @@ class Tls:
 class Node:
     """`start` gives a serving node; `close` ends it and leaves no process."""
 
-    def __init__(self, config: Config, manager: Manager, server: Server, api_key: str, vmm: str) -> None:
+    def __init__(
+        self,
+        config: Config,
+        manager: Manager,
+        machines: Machines,
+        repository: Repository,
+        server: Server,
+        api_key: str,
+        vmm: str,
+    ) -> None:
         self.config = config
         self.manager = manager
+        self.machines = machines
+        self.repository = repository
         self.api_key = api_key
         self.vmm = vmm
         self._server = server
@@ -96,7 +107,7 @@ class Node:
                 context = server_context(tls.cert, tls.key)
                 secure = await _listen(handler, tls.listen, context)
                 stack.push_async_callback(secure.close)
-            node = cls(config, manager, server, api_key, vmm.kind.value)
+            node = cls(config, manager, machines, repository, server, api_key, vmm.kind.value)
             Daemon(node.url, os.getpid()).write(config.home)
             stack.callback(Daemon.remove, config.home)
             await manager.warm_up()

@@ -105,14 +105,20 @@ class Machines:
     def disk(self, sandbox_id: str, template: Template) -> Disk:
         return Disk(self.directory(sandbox_id) / DISK_NAME, "qcow2", backing=template.disk)
 
+    def ready(self, template_id: str) -> int:
+        """How many machines of this template wait in the pool."""
+        return self._pool.count(template_id)
+
     async def warm(self, template_id: str) -> None:
         """Begin to keep machines of this template ready."""
         await self._pool.warm(template_id)
 
-    async def restore(self, template: Template, disk: Disk, policy: Policy, paused: Path | None = None) -> Running:
+    async def restore(
+        self, template: Template, disk: Disk, policy: Policy, paused: Path | None = None, *, pooled: bool = True
+    ) -> Running:
         """Restore the template's snapshot, or the pause in directory `paused`, which is a delta to the same memory
-        image. The machine is PAUSED: its vCPUs have not run yet."""
-        prepared = await self._pool.take(template.id)
+        image. The machine is PAUSED: its vCPUs have not run yet. `pooled=False` starts a VMM although one waits."""
+        prepared = await (self._pool.take(template.id) if pooled else self._prepare(template.id))
         try:
             if policy != Policy():
                 await prepared.slot.apply(policy)

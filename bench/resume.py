@@ -1,0 +1,157 @@
+"""From "give me a sandbox" to the three ends: A the VM runs, B its agent is initialised, C a first command has ended.
+
+Two planes in one run: the engine (calls inside this process) and HTTP (a request to a daemon in this process). The
+engine is measured with a VMM that waited in the pool and with none. The rival is what one does without this system:
+QEMU's own save of the whole machine to a file and `-incoming` from it, on the same guest, interleaved.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import shutil
+import socket
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from aenv.agent.client import ENVD_PORT, Init, identity
+from aenv.agent.process import Ended, Processes
+from aenv.config import Config
+from aenv.http.client import Connection
+from aenv.network.base import Policy
+from aenv.node import Node
+from aenv.sandbox.machines import Machines, Running
+from aenv.storage.repository import Template
+from bench.facts import host_facts, row
+
+PAUSE_BETWEEN = 0.6  # seconds: the pool refills while nobody is measured
+
+
+async def run(config: Config, n: int, say: Callable[[str], None]) -> dict[str, Any]:
+    """`n` rounds; each starts a machine from the pool, one without, and one sandbox over HTTP."""
+    node = await Node.start(config)
+    samples: dict[tuple[str, str, str], list[float]] = defaultdict(list)
+    try:
+        machines = node.machines
+        template = node.repository.find("base")
+        for number in range(n):
+            for pool in ("warm", "none"):
+                await _settle(machines, template)
+                for end, value in (await _engine(machines, template, pool)).items():
+                    samples["engine", end, pool].append(value)
+            await _settle(machines, template)
+            for end, value in (await _over_http(node)).items():
+                samples["http", end, "warm"].append(value)
+            say(f"round {number + 1} of {n}")
+    finally:
+        await node.close()
+    return {
+        "host": host_facts(vmm=node.vmm, guest_memory_mib=template.manifest.memory_mib, vcpus=template.manifest.vcpus),
+        "rows": [
+            row("resume", values, plane=plane, end=end, pool=pool) for (plane, end, pool), values in samples.items()
+        ],
+    }
+
+
+async def _settle(machines: Machines, template: Template) -> None:
+    while machines.ready(template.id) == 0:
+        await asyncio.sleep(0.02)
+    await asyncio.sleep(PAUSE_BETWEEN)
+
+
+async def _engine(machines: Machines, template: Template, pool: str) -> dict[str, float]:
+    name = f"bench{secrets.token_hex(6)}"
+    began = time.perf_counter()
+    disk = machines.new_disk(name, template)
+    running = await machines.restore(template, disk, Policy(), pooled=pool == "warm")
+    try:
+        await running.vm.resume()
+        ends = {"A": time.perf_counter() - began}
+        await running.agent(None).init(_identity(name, template))
+        ends["B"] = time.perf_counter() - began
+        await _first_command(running)
+        ends["C"] = time.perf_counter() - began
+    finally:
+        await machines.end(running)
+        shutil.rmtree(machines.directory(name))
+    return {end: seconds * 1000 for end, seconds in ends.items()}
+
+
+def _identity(name: str, template: Template) -> Init:
+    context = template.manifest.context
+    return identity(
+        name,
+        template.id,
+        token=None,
+        env=context.env,
+        user=context.user,
+        workdir=context.workdir or "",
+        incarnation=name,
+        machine_id=secrets.token_hex(16),
+    )
+
+
+async def _first_command(running: Running) -> None:
+    async def dial() -> Connection:
+        return await Connection.open(await running.connect(ENVD_PORT))
+
+    await _true(Processes(dial, {"Host": "guest"}))
+
+
+async def _true(processes: Processes) -> None:
+    """What `commands.run("true")` of the SDK sends."""
+    async for event in processes.start("/bin/bash", ["-l", "-c", "true"]):
+        if isinstance(event, Ended) and event.exit_code != 0:
+            raise RuntimeError(f"true ended with {event.status}")
+
+
+async def _over_http(node: Node) -> dict[str, float]:
+    address = ("127.0.0.1", int(node.url.rpartition(":")[2]))
+    connections = []
+
+    async def dial() -> Connection:
+        sock = socket.socket()
+        sock.setblocking(False)
+        connection = await Connection.open(sock, address)
+        connections.append(connection)
+        return connection
+
+    key = {"Host": "127.0.0.1", "X-API-Key": node.api_key}
+    began = time.perf_counter()
+    control = await dial()
+    body = msgspec.json.encode({"templateID": "base", "timeout": 60})
+    answer = await control.request("POST", "/v2/sandboxes", key.items(), body)
+    content = await answer.read()
+    ends = {"created": time.perf_counter() - began}
+    if answer.status != 201:
+        raise RuntimeError(f"create: {answer.status} {content!r}")
+    box = msgspec.json.decode(content)
+    route = {
+        "Host": "127.0.0.1",
+        "E2b-Sandbox-Id": box["sandboxID"],
+        "E2b-Sandbox-Port": str(ENVD_PORT),
+        "X-Access-Token": box["envdAccessToken"],
+    }
+    await _true(Processes(dial, route))
+    ends["C"] = time.perf_counter() - began
+    ends["first command"] = ends["C"] - ends["created"]
+    for name, method, path in (
+        ("pause", "POST", "/sandboxes/{}/pause"),
+        ("resumed", "POST", "/v2/sandboxes/{}/connect"),
+        ("killed", "DELETE", "/sandboxes/{}"),
+    ):
+        begin = time.perf_counter()
+        answer = await control.request(
+            method, path.format(box["sandboxID"]), key.items(), b"{}" if method == "POST" else None
+        )
+        content = await answer.read()
+        ends[name] = time.perf_counter() - begin
+        if answer.status >= 300:
+            raise RuntimeError(f"{name}: {answer.status} {content!r}")
+    for connection in connections:
+        connection.close()
+    return {end: seconds * 1000 for end, seconds in ends.items()}
