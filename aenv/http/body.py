@@ -12,6 +12,7 @@ from aenv.http.head import CHUNKED, UNTIL_CLOSE
 from aenv.http.message import HttpError
 
 HIGH_WATER = 512 * 1024  # bytes in a body's queue at which the connection stops reading
+LARGE_PIECE = 64 * 1024  # bytes from which pieces are handed on alone: copying them together would cost more
 MAX_LINE = 4096  # bytes of a chunk-size line
 MAX_TRAILER = 16 * 1024  # bytes of the trailer section
 
@@ -237,6 +238,10 @@ class Body:
             if self._error is not None:
                 raise self._error
             await self._wait()
+        if len(self._chunks) > 1 and len(self._chunks[0]) >= LARGE_PIECE:
+            piece = self._chunks.popleft()
+            self._size -= len(piece)
+            return piece
         return self.take()
 
     async def read(self, limit: int) -> bytes:

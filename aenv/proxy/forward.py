@@ -181,6 +181,8 @@ class _Exchange:
     async def run(self) -> Response:
         try:
             response = await self._send()
+            if response.status == 101 and self._request.upgrade is None:
+                raise ProtocolError("it switched protocols unasked")
         except BaseException:
             self.finish(abort=True)
             raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ import pytest
 
 from aenv.errors import InvalidInputError
 from aenv.http.devcert import DevCert, make_dev_cert
-from aenv.http.message import Request, Response
-from aenv.http.server import Server
+from aenv.http.message import HttpError, Request, Response, UpgradeResponse
+from aenv.http.server import Limits, Server
+from aenv.http.stream import Stream, StreamClosedError
 from aenv.http.tls import server_context
 from tests.http.support import Raw, run
 
@@ -87,6 +89,90 @@ def test_old_versions_and_other_protocols_are_refused(cert: DevCert) -> None:
         await server.close(1)
 
     run(main())
+
+
+async def tls_client(server: Server, cert: DevCert) -> Raw:
+    return Raw(
+        *await asyncio.open_connection(
+            "127.0.0.1", server.port, ssl=client_context(cert, "http/1.1"), server_hostname="e2b.test"
+        )
+    )
+
+
+@pytest.mark.parametrize("how", ["client closes", "client aborts", "server returns"])
+def test_upgrade_over_tls(both: Any, cert: DevCert, how: str) -> None:
+    async def main() -> None:
+        ended = asyncio.Event()
+
+        async def handler(request: Request) -> Response:
+            return UpgradeResponse([], echo)
+
+        async def echo(stream: Stream) -> None:
+            try:
+                while (data := await stream.read()) not in (b"", b"quit"):
+                    stream.write(data)
+                    await stream.drain()
+            except StreamClosedError:
+                pass
+            ended.set()
+
+        server = await Server.start(handler, ssl=server_context(cert.cert, cert.key))
+        raw = await tls_client(server, cert)
+        await raw.send(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: upgrade\r\nUpgrade: raw\r\n\r\nearly")
+        assert (await raw.head())[0] == 101
+        assert await raw.reader.readexactly(5) == b"early"
+        if how == "server returns":
+            await raw.send(b"quit")
+            assert await raw.ends() == b""
+        elif how == "client aborts":
+            raw.writer.transport.abort()
+        raw.writer.close()
+        await ended.wait()
+        await server.close(1)
+        assert not server.connections
+
+    both(main())
+
+
+def test_refused_upload_over_tls_still_sees_the_answer(both: Any, cert: DevCert) -> None:
+    async def refuse(request: Request) -> Response:
+        raise HttpError(401, "no")
+
+    async def main() -> None:
+        server = await Server.start(refuse, ssl=server_context(cert.cert, cert.key), limits=Limits(linger_timeout=0.2))
+        raw = await tls_client(server, cert)
+        raw.writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 4000000\r\n\r\n" + bytes(1_000_000))
+        assert (await raw.answer())[0] == 401
+        assert await raw.ends() == b""
+        raw.writer.close()
+        await server.close(1)
+
+    both(main())
+
+
+def test_stream_over_tls_stops_when_the_client_goes(both: Any, cert: DevCert) -> None:
+    async def main() -> None:
+        ended = asyncio.Event()
+
+        async def forever() -> AsyncIterator[bytes]:
+            try:
+                yield b"first"
+                await asyncio.Event().wait()
+            finally:
+                ended.set()
+
+        async def handler(request: Request) -> Response:
+            return Response(200, forever())
+
+        server = await Server.start(handler, ssl=server_context(cert.cert, cert.key))
+        raw = await tls_client(server, cert)
+        await raw.send(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        await raw.reader.readuntil(b"first")
+        raw.writer.close()
+        await ended.wait()
+        await server.close(1)
+
+    both(main())
 
 
 def test_files(tmp_path: Path) -> None:

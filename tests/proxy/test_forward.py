@@ -275,7 +275,9 @@ def test_connect_time_out() -> None:
     in_world(test, ProxyLimits(connect_timeout=0.05))
 
 
-@pytest.mark.parametrize("answer", [b"SSH-2.0-x\r\n\r\n", b"HTTP/1.1 2", b""])
+@pytest.mark.parametrize(
+    "answer", [b"HTTP/1.1 101 Why\r\nUpgrade: x\r\n\r\n", b"SSH-2.0-x\r\n\r\n", b"HTTP/1.1 2", b""]
+)
 def test_a_server_that_does_not_speak_http_is_a_502(answer: bytes) -> None:
     async def test(w: World) -> None:
         async def peer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -437,8 +439,8 @@ def upgraded(test: Any) -> None:
         w.guest.ports[80] = await w.serve(handler)
         async with w.raw() as raw:
             await raw.send(
-                b"GET /ws HTTP/1.1\r\nHost: 80-iabc.e2b.test\r\nConnection: keep-alive, Upgrade\r\nUpgrade: websocket\r\n"
-                b"Sec-WebSocket-Key: k\r\n\r\nearly"
+                b"GET /ws HTTP/1.1\r\nHost: 80-iabc.e2b.test\r\nConnection: keep-alive, Upgrade\r\n"
+                b"Upgrade: websocket\r\nSec-WebSocket-Key: k\r\n\r\nearly"
             )
             status, fields = await raw.head()
             assert (status, fields["upgrade"], fields["connection"]) == (101, "websocket", "Upgrade")
@@ -477,12 +479,12 @@ def test_upgraded_connection_ends_with_its_client() -> None:
 
 def test_bridge_holds_the_sender_back() -> None:
     async def test(w: World, raw: Any) -> None:
-        raw.writer.write(bytes(60_000_000))
+        raw.writer.write(bytes(120_000_000))
         for _ in range(20):
             await asyncio.sleep(0.01)
-        assert raw.writer.transport.get_write_buffer_size() > 20_000_000  # nobody reads the echo
+        assert raw.writer.transport.get_write_buffer_size() > 20_000_000  # nobody reads the echo; the rest fills sockets
         got = 0
-        while got < 60_000_000:
+        while got < 120_000_000:
             got += len(await raw.reader.read(1 << 20))
 
     upgraded(test)

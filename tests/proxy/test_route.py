@@ -78,7 +78,8 @@ def test_bad_labels(host: str) -> None:
     "headers",
     [
         both_headers(port="0"), both_headers(port="65536"), both_headers(port="+1"), both_headers(port=" 1"),
-        both_headers(port=""), both_headers(port="\u0661"), both_headers(sandbox="a/b"), both_headers(sandbox=""), both_headers(sandbox="A"),
+        both_headers(port=""), both_headers(port="\u0661"), both_headers(sandbox="a/b"), both_headers(sandbox=""),
+        both_headers(sandbox="A"),
         both_headers(sandbox="a" * 65), both_headers(sandbox="a\n"), both_headers()[:1], both_headers()[1:],
         both_headers() * 2, (*both_headers(), ("E2b-Sandbox-Id", "iabc")),
     ],
