@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import uvloop
 
 from aenv.errors import InvalidInputError
 from aenv.network import namespace
@@ -114,15 +115,14 @@ def test_host_is_not_reached(world: World) -> None:
         for server in (here, uplink):
             server.setblocking(False)
         for address in (UPLINK_ADDRESS, UPLINK_ADDRESS6):  # public, so only the uplink's own table stops it: silently
-            world.guest.send(address, b"x")
             with world.guest.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM) as made:
                 made.setblocking(False)
                 made.connect_ex((address, PORT))
-        assert world.guest.reaches(PUBLIC)
-        assert world.guest.reaches(PUBLIC6)
-        for server in (here, uplink):
-            with pytest.raises(BlockingIOError):
-                server.accept()
+                assert world.guest.reaches(PUBLIC)
+                assert world.guest.reaches(PUBLIC6)
+                for server in (here, uplink):
+                    with pytest.raises(BlockingIOError):
+                        server.accept()
 
 
 def test_other_slots_are_not_reached(world: World) -> None:
@@ -142,6 +142,28 @@ def test_other_slots_are_not_reached(world: World) -> None:
                 server.accept()
     finally:
         second.close()
+
+
+def test_uplink_keeps_slots_apart_by_itself(world: World) -> None:
+    """Also if the rules inside the slots were gone."""
+    for slot in (world.slot, world.other):
+        with namespace.entered(slot._open_handle()):
+            Nft().run("flush chain inet aenv egress\nadd rule inet aenv egress accept\nflush chain inet aenv input\n"
+                      "add rule inet aenv input accept\nadd rule inet aenv output accept")  # fmt: skip
+    with namespace.entered(world.other._open_handle()):
+        server = socket.create_server(("::", PORT), family=socket.AF_INET6, dualstack_ipv6=True)
+    assert world.fabric.uplink is not None
+    transit = world.fabric.uplink.transit(world.other.index)
+    with server:
+        server.setblocking(False)
+        for address in (transit.near, transit.near6):
+            with world.guest.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM) as made:
+                made.setblocking(False)
+                made.connect_ex((address, PORT))
+                assert world.guest.reaches(PUBLIC)
+                assert world.guest.reaches(PUBLIC6)
+                with pytest.raises(BlockingIOError):
+                    server.accept()
 
 
 def test_uplink_namespace_cannot_open_connections_to_a_guest(world: World) -> None:
@@ -181,7 +203,7 @@ def test_host_reaches_the_guest_and_gets_answers(world: World) -> None:
 
     with server, server6:
         world.apply(Policy(internet=False))  # must not matter
-        peer, received = asyncio.run(talk())
+        peer, received = uvloop.run(talk())  # the daemon's own kind of loop
         assert peer == HOST_ADDRESS
         assert received == b"pong" * 10000
         with world.slot.socket(socket.AF_INET6) as made:
@@ -191,12 +213,12 @@ def test_host_reaches_the_guest_and_gets_answers(world: World) -> None:
 
 def test_connect_to_a_closed_port_is_refused(world: World) -> None:
     with pytest.raises(ConnectionRefusedError):
-        asyncio.run(world.slot.connect(1, 20))
+        uvloop.run(world.slot.connect(1, 20))
 
 
 def test_connect_without_a_guest_times_out(world: World) -> None:
     with pytest.raises(TimeoutError):
-        asyncio.run(world.other.connect(1, 0.05))
+        uvloop.run(world.other.connect(1, 0.05))
 
 
 def test_internet_off(world: World) -> None:
