@@ -128,7 +128,8 @@ static char *read_attribute(const char *path, const char *name, ssize_t *length)
 	return value;
 }
 
-json_t *entry_metadata(const char *path)
+/* Metadata of what `path` leads to: an object of strings, or NULL when there is none. */
+static json_t *read_metadata(const char *path)
 {
 	ssize_t total;
 	char *names = read_attribute(path, NULL, &total);
@@ -231,7 +232,7 @@ json_t *entry_info_with(const char *path, struct entry_names *names)
 	if (S_ISLNK(link.st_mode))
 		add_symlink(info, path);
 	if (S_ISREG(target.st_mode) || S_ISDIR(target.st_mode)) {
-		json_t *metadata = entry_metadata(path);
+		json_t *metadata = read_metadata(path);
 		if (metadata)
 			json_object_set_new(info, "metadata", metadata);
 	}

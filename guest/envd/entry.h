@@ -27,9 +27,6 @@ struct entry_names {
 };
 json_t *entry_info_with(const char *path, struct entry_names *names);
 
-/* Metadata of the open file or of what `path` points to: an object of strings, or NULL when there is none. */
-json_t *entry_metadata(const char *path);
-
 /* Makes the metadata of the open file exactly `metadata` (an object of strings; NULL: none).
  * Returns 0 or -1 with errno. */
 int entry_set_metadata(int fd, const json_t *metadata);

@@ -206,7 +206,7 @@ static void on_turn(evutil_socket_t fd, short what, void *data)
 		return;
 	post->pending_at = post->pending_length - length;
 	if (more) {
-		files_next_turn(post->turn);
+		event_active(post->turn, EV_TIMEOUT, 0);
 		return;
 	}
 	free(post->pending);
@@ -226,7 +226,7 @@ static void postpone(struct post *post, const char *data, size_t length)
 	post->pending_at = 0;
 	post->pending_length = length;
 	http_pause_body(post->req);
-	files_next_turn(post->turn);
+	event_active(post->turn, EV_TIMEOUT, 0);
 }
 
 static void on_body(struct http_request *req, const char *data, size_t length)
