@@ -2,28 +2,19 @@
  * changed. A timestamp older than that of the last call means a late, repeated request: it is ignored. */
 #define _GNU_SOURCE
 #include <ctype.h>
-#include <errno.h>
-#include <fcntl.h>
-#include <linux/random.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/ioctl.h>
-#include <sys/stat.h>
 #include <time.h>
-#include <unistd.h>
 
 #include "env.h"
 #include "http.h"
+#include "init_system.h"
 #include "jsonx.h"
 
 enum {
 	MAX_BODY = 4 << 20,
-	MAX_ENTROPY = 512,
-	MAX_BEHIND_NS = 50 * 1000 * 1000, /* our clock may lag that much before it is set, */
+	MAX_HOST_NAME = 64, /* of Linux */
 };
-#define MAX_AHEAD_NS (5LL * 1000 * 1000 * 1000) /* and lead that much */
-#define MAX_HOST_NAME 64
 
 struct init {
 	json_t *env_vars;
@@ -120,7 +111,7 @@ static const char *parse_own(const json_t *object, struct init *init)
 	if (jx_string(object, "templateId", &init->template_id) == JX_BAD)
 		return "templateId: must be a string";
 	if (jx_bytes(object, "entropy", &init->entropy, &init->entropy_len) == JX_BAD ||
-	    init->entropy_len > MAX_ENTROPY)
+	    init->entropy_len > SYSTEM_MAX_ENTROPY)
 		return "entropy: must be base64 of at most 512 bytes";
 	return NULL;
 }
@@ -149,89 +140,23 @@ static const char *parse(const json_t *object, struct init *init)
 
 /* ---- applying it ---- */
 
-/* What cannot be done is said in the log: the host still gets a guest that works. */
-static void complain(const char *what)
-{
-	fprintf(stderr, "envd: %s: %s\n", what, strerror(errno));
-}
-
 static void replace(char **where, const char *text)
 {
 	free(*where);
 	*where = text && *text ? strdup(text) : NULL;
 }
 
-static void set_clock(int64_t wanted)
-{
-	struct timespec now, time = {wanted / 1000000000, wanted % 1000000000};
-	int64_t ahead;
-
-	clock_gettime(CLOCK_REALTIME, &now);
-	ahead = (int64_t)now.tv_sec * 1000000000 + now.tv_nsec - wanted;
-	if (ahead >= -MAX_BEHIND_NS && ahead <= MAX_AHEAD_NS)
-		return;
-	if (clock_settime(CLOCK_REALTIME, &time) < 0)
-		complain("setting the clock");
-}
-
-/* Clones of one snapshot have the same pool: mix in what only this one gets, and make the kernel use it at once. */
-static void add_entropy(const uint8_t *data, size_t len)
-{
-	struct {
-		struct rand_pool_info info;
-		uint8_t data[MAX_ENTROPY];
-	} pool = {.info = {.entropy_count = (int)len * 8, .buf_size = (int)len}};
-	int fd = open("/dev/urandom", O_RDWR | O_CLOEXEC);
-
-	memcpy(pool.data, data, len); /* where info.buf begins */
-	if (fd < 0 || ioctl(fd, RNDADDENTROPY, &pool) < 0 || ioctl(fd, RNDRESEEDCRNG) < 0)
-		complain("reseeding the random pool");
-	if (fd >= 0)
-		close(fd);
-	explicit_bzero(&pool, sizeof pool);
-}
-
-/* Replaces the file where it exists or can be made; an image without /etc needs none. */
-static void write_file(const char *path, const char *text)
-{
-	int fd = open(path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC | O_NOFOLLOW, 0444);
-
-	if (fd < 0 && errno == ENOENT)
-		return;
-	if (fd < 0 || write(fd, text, strlen(text)) != (ssize_t)strlen(text))
-		complain(path);
-	if (fd >= 0)
-		close(fd);
-}
-
-static void write_machine_id(const char *id)
-{
-	char line[40];
-
-	snprintf(line, sizeof line, "%s\n", id);
-	write_file("/etc/machine-id", line);
-}
-
-static void write_marker(void)
-{
-	if (mkdir("/run/e2b", 0755) < 0 && errno != EEXIST) {
-		complain("/run/e2b");
-		return;
-	}
-	write_file("/run/e2b/.E2B_SANDBOX", "true");
-}
-
 static void apply_system(const struct init *init)
 {
 	if (init->entropy_len > 0)
-		add_entropy(init->entropy, init->entropy_len);
+		system_add_entropy(init->entropy, init->entropy_len);
 	if (init->timestamp)
-		set_clock(init->ns);
-	if (init->hostname && sethostname(init->hostname, strlen(init->hostname)) < 0)
-		complain("setting the host name");
+		system_set_clock(init->ns);
+	if (init->hostname)
+		system_set_hostname(init->hostname);
 	if (init->machine_id)
-		write_machine_id(init->machine_id);
-	write_marker();
+		system_set_machine_id(init->machine_id);
+	system_mark_sandbox();
 }
 
 static void apply(struct envd *envd, const struct init *init)

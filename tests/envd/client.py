@@ -136,8 +136,12 @@ class ProcessStream(Stream):
 class Agent:
     """An agent process on a free port of 127.0.0.1."""
 
-    def __init__(self, binary: Path, *options: str, host: bool = True, stderr: Path | None = None) -> None:
-        command = [str(binary), "--listen-port", "0", "--bind", "127.0.0.1", "--no-system", *options]
+    def __init__(
+        self, binary: Path, *options: str, host: bool = True, system: bool = False, stderr: Path | None = None
+    ) -> None:
+        command = [str(binary), "--listen-port", "0", "--bind", "127.0.0.1", *options]
+        if not system:
+            command.append("--no-system")
         if host:
             command += ["--host-address", "127.0.0.1"]
         self.log = stderr
