@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
+
+from aenv.errors import InvalidInputError
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +72,10 @@ class Home:
 def read_or_create_secret(path: Path, length: int = 32) -> bytes:
     """A random secret of `length` bytes kept in hex at `path` (mode 0600), made once and atomically.
 
-    Raises ValueError when the file holds something else.
+    Raises InvalidInputError when the file holds something else.
     """
     try:
-        text = path.read_text()
+        text = path.read_text(errors="replace")
     except FileNotFoundError:
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -86,8 +89,9 @@ def read_or_create_secret(path: Path, length: int = 32) -> bytes:
             pass
         finally:
             temporary.unlink()
-        text = path.read_text()
-    secret = bytes.fromhex(text.strip())
-    if len(secret) != length:
-        raise ValueError(f"{path}: expected {length} bytes in hex, found {len(secret)}")
-    return secret
+        text = path.read_text(errors="replace")
+    if not re.fullmatch(f"[0-9a-f]{{{2 * length}}}", text.strip()):
+        raise InvalidInputError(
+            str(path), f"expected {2 * length} hexadecimal digits", hint="remove the file to get a new secret"
+        )
+    return bytes.fromhex(text.strip())

@@ -99,11 +99,13 @@ class Repository:
     def templates(self) -> list[Template]:
         """All of them, oldest first."""
         names = self._names()
-        found = [
-            self._template(entry.name, names)
-            for entry in self._directory.iterdir()
-            if entry.is_dir() and _ID.fullmatch(entry.name)
-        ]
+        found = []
+        for entry in self._directory.iterdir():
+            if entry.is_dir() and _ID.fullmatch(entry.name):
+                try:
+                    found.append(self._template(entry.name, names))
+                except NotFoundError:
+                    continue  # another process deleted it just now
         return sorted(found, key=lambda t: t.manifest.created)
 
     def commit(self, staged: Path, names: Sequence[str] = ()) -> Template:
@@ -116,25 +118,27 @@ class Repository:
             raise InvalidInputError("manifest.id", f"{manifest.id!r} is no template")
         stored = [split_name(name) for name in names]
         target = self._directory / manifest.id
-        if target.exists():
-            raise ConflictError(f"template {manifest.id} exists already")
-        staged.chmod(0o711)
-        sync_directory(staged)
-        staged.rename(target)
-        sync_directory(self._directory)
-        with self._changing_names() as table:
+        with self._changing_names() as table:  # first, so that nothing moves when the names are damaged
+            if target.exists():
+                raise ConflictError(f"template {manifest.id} exists already")
+            staged.chmod(0o711)
+            sync_directory(staged)
+            staged.rename(target)
+            sync_directory(self._directory)
             table.update(dict.fromkeys(stored, manifest.id))
         return self.find(manifest.id)
 
     def delete(self, template: Template) -> None:
-        """Forget its names, then remove its files."""
+        """Forget its names, then remove its files. Raises NotFoundError when it is gone already."""
+        self._manifests.pop(template.id, None)
         with self._changing_names() as table:
+            if not template.directory.is_dir():
+                raise NotFoundError(f"template {template.id} does not exist")
             for name in [n for n, identity in table.items() if identity == template.id]:
                 del table[name]
-        self._manifests.pop(template.id, None)
-        doomed = self._directory / f".deleted-{template.id}"  # a half removed one must not be found
-        template.directory.rename(doomed)
-        shutil.rmtree(doomed)
+            template.directory.rename(self._directory / f".deleted-{template.id}")  # a half removed one is not found
+        for doomed in self._directory.glob(".deleted-*"):  # those of a killed process too
+            shutil.rmtree(doomed, ignore_errors=True)
 
     def _template(self, identity: str, names: dict[str, str]) -> Template:
         directory = self._directory / identity
