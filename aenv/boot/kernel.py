@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import re
 import shutil
 import struct
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from aenv.boot.apt import Apt, Progress
+from aenv.boot.lock import build_lock
 from aenv.boot.vmlinux import boots_by_pvh, extract_vmlinux
 from aenv.errors import InvalidInputError, NotFoundError, UnavailableError
 
@@ -52,8 +50,7 @@ def ensure_kernel(home: Path, progress: Progress) -> Kernel:
     should be.
     """
     folder = home / "kernel"
-    folder.mkdir(parents=True, exist_ok=True)
-    with _lock(folder / "lock"):
+    with build_lock(folder, ".fetch-*"):
         found = prepared_kernel(home)
         if found is not None:
             return found
@@ -183,10 +180,3 @@ def _check_space(folder: Path) -> None:
             f"{folder} has {free >> 20} MiB free, a kernel needs {_NEEDED_BYTES >> 20} MiB",
             hint="free some disk space or choose another home",
         )
-
-
-@contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield

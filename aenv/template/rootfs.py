@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from aenv.boot.lock import build_lock
 from aenv.errors import InvalidInputError, UnavailableError
 
 Progress = Callable[[str], None]
@@ -62,9 +63,9 @@ def build_rootfs(dest_image: Path, work: Path, progress: Progress, *, disk_mib: 
     if not 512 <= disk_mib <= 16 << 20:
         raise InvalidInputError("disk_mib", f"expected 512 to {16 << 20}, got {disk_mib}")
     _check_host(work)
-    archive = ensure_archive(work, host_distribution(), progress)
-    progress(f"making an ext4 image of {disk_mib} MiB")
-    with tempfile.TemporaryDirectory(dir=work, prefix=".image-") as name:
+    with build_lock(work, ".build-*"), tempfile.TemporaryDirectory(dir=work, prefix=".build-") as name:
+        archive = ensure_archive(work, host_distribution(), progress)
+        progress(f"making an ext4 image of {disk_mib} MiB")
         tree = Path(name) / "tree"
         tree.mkdir()
         _run(["tar", "--extract", "--numeric-owner", "--preserve-permissions", "--xattrs", "--xattrs-include=*",
@@ -107,7 +108,7 @@ def ensure_archive(work: Path, distribution: Distribution, progress: Progress) -
     if archive.exists():
         progress("found the packages of an earlier build")
         return archive
-    with tempfile.TemporaryDirectory(dir=work, prefix=".tree-") as name:
+    with tempfile.TemporaryDirectory(dir=work, prefix=".build-") as name:
         tree = Path(name) / "tree"
         _bootstrap(tree, distribution, progress)
         progress("adding the user and settings")

@@ -248,3 +248,10 @@ def test_two_callers_fetch_once(apt: FakeApt, tmp_path: Path) -> None:
         first, second = pool.map(lambda _: ensure_kernel(tmp_path, print), range(2))
     assert first == second
     assert sum("download" in call for call in apt.calls()) == 1
+
+
+def test_leftovers_of_a_killed_fetch_are_removed(apt: FakeApt, tmp_path: Path) -> None:
+    apt.kernel_package("6.12.1")
+    (tmp_path / "kernel/.fetch-dead/tree").mkdir(parents=True)
+    ensure_kernel(tmp_path, print)
+    assert not (tmp_path / "kernel/.fetch-dead").exists()

@@ -93,6 +93,7 @@ def test_a_tool_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("PATH", f"{fake}:{os.environ['PATH']}")
     monkeypatch.setattr(rootfs, "_customise", lambda tree: tree.mkdir(exist_ok=True))
     monkeypatch.setattr(rootfs, "host_distribution", lambda: rootfs.Distribution("debian", "stable", ()))
+    (tmp_path / "work/.build-dead/tree").mkdir(parents=True)  # of a build that was killed
     lines: list[str] = []
     with pytest.raises(UnavailableError, match=rf"{tool} failed.*the reason"):
         build_rootfs(tmp_path / "image", tmp_path / "work", lines.append)
