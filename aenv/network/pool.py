@@ -11,6 +11,7 @@ import asyncio
 import heapq
 import itertools
 import logging
+import re
 from collections.abc import Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -20,7 +21,7 @@ from aenv.network import namespace
 from aenv.network.base import Uplink
 from aenv.network.nft import Nft
 from aenv.network.slot import Fabric, Slot, adopt_slot, create_slot, delete_slot, in_worker
-from aenv.network.uplink import DEFAULT_TRANSIT, MAX_SLOTS, UplinkSide
+from aenv.network.uplink import DEFAULT_TRANSIT, MAX_SLOTS, UplinkSide, max_index
 
 _log = logging.getLogger(__name__)
 
@@ -37,11 +38,16 @@ class SlotPool:
     def __init__(
         self, *, uplink: Uplink, size: int, tag: str, limit: int = MAX_SLOTS, transit: str = DEFAULT_TRANSIT
     ) -> None:
-        """`size`: slots kept ready. `limit`: slots that may exist at a time, at most `MAX_SLOTS`."""
+        """`size`: slots kept ready. `limit`: slots that may exist at a time, at most `MAX_SLOTS`.
+
+        `tag`: four to eight hex digits that no other daemon on this machine has. Raises ValueError.
+        """
+        if not re.fullmatch(r"[0-9a-f]{4,8}", tag):
+            raise ValueError(f"expected a tag of four to eight hex digits, got {tag!r}")
         self._uplink = uplink
         self._size = size
         self._tag = tag
-        self._limit = min(limit, MAX_SLOTS)
+        self._limit = min(limit, MAX_SLOTS, max_index(tag) + 1)
         self._transit = transit
         self._fabric: Fabric | None = None
         self._ready: list[Slot] = []

@@ -62,8 +62,13 @@ def device_prefix(tag: str) -> str:
 
 
 def device_name(tag: str, index: int) -> str:
-    """The far end of a slot's veth pair. At most 15 characters (IFNAMSIZ)."""
+    """The far end of a slot's veth pair."""
     return f"{device_prefix(tag)}{index}"
+
+
+def max_index(tag: str) -> int:
+    """The largest index whose device name has at most 15 characters (IFNAMSIZ less the final zero)."""
+    return int("9" * (15 - len(device_prefix(tag))))
 
 
 def remove_link(ip: IPRoute, name: str) -> None:

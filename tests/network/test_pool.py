@@ -19,7 +19,7 @@ from aenv.network.check import check, describe
 from aenv.network.nft import Nft
 from aenv.network.pool import SlotPool
 from aenv.network.slot import Slot
-from aenv.network.uplink import UplinkSide, read_sysctl
+from aenv.network.uplink import MAX_SLOTS, UplinkSide, device_name, max_index, read_sysctl
 from tests.network.conftest import FORBIDDEN, PORT, PUBLIC, PUBLIC6, Guest, Internet
 
 pytestmark = pytest.mark.root
@@ -474,3 +474,14 @@ def test_doctor_names_the_kernel_part(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_descriptions_differ() -> None:
     assert len({describe(Uplink.parse(u)) for u in ("host", "none", "netns:a", "netns:b")}) == 4
+
+
+@pytest.mark.parametrize("bad", ["", "abc", "xyzxyz", "ABCDEF", "123456789", "../../x", "abcdef\n"])
+def test_bad_tag(bad: str) -> None:
+    with pytest.raises(ValueError, match="hex digits"):
+        SlotPool(uplink=NONE, size=0, tag=bad)
+
+
+@pytest.mark.parametrize("good", ["abcd", "abcdef", "01234567"])
+def test_device_names_fit(good: str) -> None:
+    assert len(device_name(good, min(MAX_SLOTS - 1, max_index(good)))) <= 15
