@@ -449,35 +449,31 @@ static void accepting_resume(struct http_server *server)
 	server->accepting = server->n_listeners > 0;
 }
 
+/* One at a time: the loop comes back at once when more wait, and asking in vain costs a lone client a system call. */
 static void on_connection(evutil_socket_t listener, short what, void *arg)
 {
 	struct http_server *server = arg;
-	int i;
+	struct sockaddr_storage peer;
+	socklen_t len = sizeof peer;
+	struct http_connection *conn;
+	int fd;
 
-	for (i = 0; i < 64; i++) {
-		struct sockaddr_storage peer;
-		socklen_t len = sizeof peer;
-		struct http_connection *conn;
-		int fd;
-
-		if (server->n_connections >= HTTP_MAX_CONNECTIONS) {
-			accepting_stop(server); /* until one ends; the others wait in the kernel's queue */
-			return;
-		}
-		fd = accept4(listener, (struct sockaddr *)&peer, &len, SOCK_NONBLOCK | SOCK_CLOEXEC);
-		if (fd < 0) {
-			if ((errno == EMFILE || errno == ENFILE || errno == ENOMEM || errno == ENOBUFS) &&
-			    server->n_connections > 0)
-				accepting_stop(server);
-			return;
-		}
-		conn = connection_new(server, fd, &peer);
-		if (!conn) {
-			close(fd);
-			return;
-		}
-		on_readable(fd, EV_READ, conn); /* the request often is there already: saves a turn of the loop */
+	if (server->n_connections >= HTTP_MAX_CONNECTIONS) {
+		accepting_stop(server); /* until one ends; the others wait in the kernel's queue */
+		return;
 	}
+	fd = accept4(listener, (struct sockaddr *)&peer, &len, SOCK_NONBLOCK | SOCK_CLOEXEC);
+	if (fd < 0) {
+		if ((errno == EMFILE || errno == ENFILE || errno == ENOMEM || errno == ENOBUFS) &&
+		    server->n_connections > 0)
+			accepting_stop(server);
+		return;
+	}
+	conn = connection_new(server, fd, &peer);
+	if (conn)
+		on_readable(fd, EV_READ, conn); /* the request often is there already: saves a turn of the loop */
+	else
+		close(fd);
 }
 
 /* ---- time-outs ---- */

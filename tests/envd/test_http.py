@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.envd.client import JSON, Agent, post, read_all, shell, statuses
+from tests.envd.client import CONNECT_JSON, JSON, Agent, frame, post, read_all, shell, statuses
 
 GET = b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n"
 LAST = b"GET /health HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n"
@@ -38,8 +38,7 @@ def test_pipelined_requests_are_answered_in_order(agent: Agent) -> None:
 
 
 def test_pipelined_behind_a_stream(agent: Agent) -> None:
-    body = json.dumps(shell("echo hi")).encode()
-    start = post("/process.Process/Start", b"\0" + len(body).to_bytes(4, "big") + body, {"Content-Type": "application/connect+json"})
+    start = post("/process.Process/Start", frame(shell("echo hi")), CONNECT_JSON)
     assert statuses(agent.exchange(start + LAST)) == [200, 204]
 
 
@@ -51,8 +50,10 @@ def test_requests_before_a_half_close_are_answered(agent: Agent) -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 7, 64])
 def test_any_segmentation(agent: Agent, size: int) -> None:
-    data = LIST + b"POST /process.Process/List HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n" \
+    data = (
+        LIST + b"POST /process.Process/List HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n"
         b"Content-Type: application/json\r\nConnection: close\r\n\r\n1\r\n{\r\n1;ext=1\r\n}\r\n0\r\nTrailer: x\r\n\r\n"
+    )
     with agent.raw() as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for at in range(0, len(data), size):
@@ -67,9 +68,7 @@ def test_http_1_0(agent: Agent) -> None:
 
 
 def test_stream_to_http_1_0_ends_with_the_connection(agent: Agent) -> None:
-    body = json.dumps(shell("echo hi")).encode()
-    body = b"\0" + len(body).to_bytes(4, "big") + body
-    request = post("/process.Process/Start", body, {"Content-Type": "application/connect+json"})
+    request = post("/process.Process/Start", frame(shell("echo hi")), CONNECT_JSON)
     head, data = agent.exchange(request.replace(b"HTTP/1.1", b"HTTP/1.0")).split(b"\r\n\r\n", 1)
     assert b"chunked" not in head
     assert data.endswith(b"\x02\0\0\0\x02{}")
@@ -151,9 +150,8 @@ def test_header_limits(agent: Agent) -> None:
 
 def test_endless_header_section_is_cut(agent: Agent) -> None:
     with agent.raw(b"GET / HTTP/1.1\r\nHost: a\r\n") as connection:
-        with pytest.raises(OSError, match=r"(?i)broken pipe|reset"):
-            while True:
-                connection.sendall(b"X: y\r\n" * 1000)
+        with pytest.raises((BrokenPipeError, ConnectionResetError)):
+            connection.sendall(b"X: y\r\n" * 40_000_000)
     assert agent.request("GET", "/health").status == 204
 
 
@@ -193,8 +191,9 @@ def test_cross_origin(agent: Agent) -> None:
     assert answer.headers["access-control-allow-origin"] == "*"
     assert "POST" in answer.headers["access-control-allow-methods"]
     assert answer.headers["access-control-allow-headers"] == "x-access-token,content-type"
-    assert agent.request("GET", "/health", headers={"Origin": "https://x"}).headers["access-control-allow-origin"] == "*"
-    assert agent.request("GET", "/envs", headers={"Origin": "https://x"}).headers["access-control-allow-origin"] == "*"
+    for path in ("/health", "/envs"):  # a page must be able to read refusals too
+        answer = agent.request("GET", path, headers={"Origin": "https://x"})
+        assert answer.headers["access-control-allow-origin"] == "*"
     assert "access-control-allow-origin" not in agent.request("GET", "/health").headers
 
 

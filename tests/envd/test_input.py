@@ -97,7 +97,17 @@ def test_input_that_the_process_has_closed(agent: Agent) -> None:
 
 @pytest.mark.parametrize(
     "value",
-    [None, {}, "x", {"stdin": 1}, {"stdin": "%%%"}, {"stdin": "a"}, {"stdin": "aGkK="}, {"stdin": "aG=k"}, {"stdin": "aGk=K"}],
+    [
+        None,
+        {},
+        "x",
+        {"stdin": 1},
+        {"stdin": "%%%"},
+        {"stdin": "a"},
+        {"stdin": "aGkK="},
+        {"stdin": "aG=k"},
+        {"stdin": "aGk=K"},
+    ],
 )
 def test_bad_input(agent: Agent, value: object) -> None:
     stream = agent.start({"process": {"cmd": "cat"}})

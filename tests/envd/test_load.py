@@ -39,7 +39,9 @@ def test_dropped_connections_leave_no_descriptor(agent: Agent) -> None:
     before = agent.descriptors()
     cut = post("/process.Process/List", b"{}", {"Content-Type": "application/json"})
     for i in range(10000):
-        connection = agent.raw((b"", b"GET /hea", cut[:-1], b"\xff\xff", b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")[i % 5])
+        connection = agent.raw(
+            (b"", b"GET /hea", cut[:-1], b"\xff\xff", b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")[i % 5]
+        )
         if i % 3 == 0:  # RST instead of FIN
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
         connection.close()

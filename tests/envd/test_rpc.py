@@ -46,7 +46,9 @@ def test_unary_types(agent: Agent, value: str) -> None:
     assert agent.request("POST", "/process.Process/List", b"{}", {"Content-Type": value}).status == 200
 
 
-@pytest.mark.parametrize("value", ["application/proto", "application/connect+json", "text/plain", "application/jsonx", ""])
+@pytest.mark.parametrize(
+    "value", ["application/proto", "application/connect+json", "text/plain", "application/jsonx", ""]
+)
 def test_unary_refuses_other_types(agent: Agent, value: str) -> None:
     answer = agent.request("POST", "/process.Process/List", b"{}", {"Content-Type": value})
     assert answer.status == 415
@@ -75,7 +77,8 @@ def test_compression_is_refused(agent: Agent) -> None:
 
 NOT_OBJECTS = [b"", b"null", b"[]", b"1", b'"x"', b"{", b"{}}", b'{"a":}', b"{'a': 1}", b"\xff\xfe", b'{"a": "\xff"}',
                b'{"a": "\\u0000"}', b'{"a": "\\ud800"}', b'{"a": 1, "a": 2}', b"{" * 100000, b'{"a":' * 5000,
-               b"[" * 3000 + b"]" * 3000, b'{"process": {"pid": 1e999}}', b'{"a": 123456789012345678901234567890}']  # fmt: skip
+               b"[" * 3000 + b"]" * 3000, b'{"process": {"pid": 1e999}}',
+               b'{"a": 123456789012345678901234567890}']  # fmt: skip
 
 
 @pytest.mark.parametrize("body", NOT_OBJECTS)
@@ -150,7 +153,9 @@ def test_frames_cut_anywhere(agent: Agent, piece: int) -> None:
     body = frame(shell("echo hi; exit 3"))
     chunks = [body[at : at + piece] for at in range(0, len(body), piece)]
     data = b"".join(b"%x\r\n%b\r\n" % (len(chunk), chunk) for chunk in chunks) + b"0\r\n\r\n"
-    head = post(START, b"", CONNECT_JSON | {"Connection": "close"}).replace(b"Content-Length: 0", b"Transfer-Encoding: chunked")
+    head = post(START, b"", CONNECT_JSON | {"Connection": "close"}).replace(
+        b"Content-Length: 0", b"Transfer-Encoding: chunked"
+    )
     answer = agent.exchange(head + data)
     assert b'"exitCode":3' in answer
 
@@ -190,9 +195,17 @@ def test_damaged_frames_get_whole_frames(agent: Agent, noise: bytes, cut: int, d
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.recursive(
-        st.none() | st.booleans() | st.integers() | st.text(max_size=5) | st.floats(allow_nan=False, allow_infinity=False),
-        lambda inner: st.lists(inner, max_size=3)
-        | st.dictionaries(st.sampled_from(["process", "pid", "tag", "input", "stdin", "signal", "pty", "size"]), inner),
+        st.none()
+        | st.booleans()
+        | st.integers()
+        | st.text(max_size=5)
+        | st.floats(allow_nan=False, allow_infinity=False),
+        lambda inner: (
+            st.lists(inner, max_size=3)
+            | st.dictionaries(
+                st.sampled_from(["process", "pid", "tag", "input", "stdin", "signal", "pty", "size"]), inner
+            )
+        ),
         max_leaves=12,
     ),
     st.sampled_from(["List", "Update", "SendInput", "SendSignal", "CloseStdin"]),

@@ -54,7 +54,7 @@ def boxed(envd_binary: Path, tmp_path: Path) -> Iterator[Callable[..., Agent]]:
         wrapper = tmp_path / "boxed"
         wrapper.write_text(
             "#!/bin/sh\n"
-            f"mount --bind {tmp_path}/etc /etc && mount --bind {tmp_path}/run /run && exec {envd_binary} \"$@\"\n"
+            f'mount --bind {tmp_path}/etc /etc && mount --bind {tmp_path}/run /run && exec {envd_binary} "$@"\n'
         )
         wrapper.chmod(0o755)
         outer = tmp_path / "outer"
@@ -83,7 +83,8 @@ def test_users_and_groups(boxed: Callable[..., Agent]) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["broken", "short", "letters", "negative", "largest", "too-large", "comment", "# comment", "+nis", "nis", ""]
+    "name",
+    ["broken", "short", "letters", "negative", "largest", "too-large", "comment", "# comment", "+nis", "nis", ""],
 )
 def test_broken_entries_name_nobody(boxed: Callable[..., Agent], name: str) -> None:
     agent = boxed("--default-user", "alice", passwd=PASSWD, group=GROUP)
