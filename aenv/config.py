@@ -7,6 +7,7 @@ default.
 from __future__ import annotations
 
 import os
+import re
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -31,6 +32,9 @@ class Setting:
         return "AENV_" + self.name.replace(".", "_").upper()
 
 
+_ADDRESS = re.compile(r"(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})")
+
+
 def _whole(low: int, high: int) -> Callable[[Any], int]:
     def parse(value: Any) -> int:
         number = int(value) if isinstance(value, str) else value
@@ -42,8 +46,8 @@ def _whole(low: int, high: int) -> Callable[[Any], int]:
 
 
 def _address(value: Any) -> str:
-    host, colon, port = str(value).rpartition(":")
-    if not colon or not host or not port.isdigit() or int(port) > 65535:
+    match = _ADDRESS.fullmatch(str(value))
+    if match is None or int(match[1]) > 65535:
         raise ValueError(f"expected HOST:PORT, got {value!r}")
     return str(value)
 
@@ -63,10 +67,10 @@ def _choice(*names: str) -> Callable[[Any], str]:
 
 SETTINGS: tuple[Setting, ...] = (
     Setting("home", Path, Path("/var/lib/aenv"), "directory of templates, sandboxes, keys and the data base"),
-    Setting("cache", Path, Path("cache"), "directory of downloaded and derived files, shared by homes if you like; relative to home"),
-    Setting("listen", _address, "127.0.0.1:3000", "address of the HTTP API and the sandbox proxy; port 0 takes a free one"),
+    Setting("cache", Path, Path("cache"), "downloaded and derived files, may serve several homes; relative to home"),
+    Setting("listen", _address, "127.0.0.1:3000", "address of HTTP API and sandbox proxy; port 0 takes a free one"),
     Setting("network.uplink", _uplink, Uplink.parse("host"), "way out of a sandbox: host, none, or netns:NAME"),
-    Setting("vmm.kind", _choice("auto", "qemu-kvm", "qemu-tcg"), "auto", "virtual machine monitor; auto tries the fastest"),
+    Setting("vmm.kind", _choice("auto", "qemu-kvm", "qemu-tcg"), "auto", "virtual machine monitor; auto takes the best"),
     Setting("vmm.pool", _whole(0, 64), 2, "VMM processes kept ready per hot snapshot"),
     Setting("vmm.hot", _whole(0, 64), 2, "how many snapshots have a pool at a time (the last used ones)"),
     Setting("network.pool", _whole(0, 256), 4, "network slots kept ready"),
@@ -98,7 +102,7 @@ class Config:
 
 
 def load(overrides: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None) -> Config:
-    """Read all sources. `overrides` are command-line values (None = not given).
+    """Read all sources. `overrides` are command-line values (None = not given); an empty variable is not given either.
 
     Raises InvalidInputError naming the setting and where it came from.
     """
@@ -112,7 +116,7 @@ def load(overrides: Mapping[str, Any] | None = None, environ: Mapping[str, str] 
     def pick(setting: Setting, file: Mapping[str, Any]) -> Any:
         for source, value in (
             ("command line", given.get(setting.name)),
-            (setting.variable, environ.get(setting.variable)),
+            (setting.variable, environ.get(setting.variable) or None),
             ("config.toml", file.get(setting.name)),
         ):
             if value is not None:
@@ -131,11 +135,13 @@ def load(overrides: Mapping[str, Any] | None = None, environ: Mapping[str, str] 
 
 
 def _read_file(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        return {}
     try:
         tree = tomllib.loads(path.read_text())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise InvalidInputError(str(path), f"cannot be read: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidInputError(str(path), f"not valid TOML: {error}") from error
     flat: dict[str, Any] = {}
     for key, value in tree.items():
