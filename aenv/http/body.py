@@ -16,8 +16,8 @@ LARGE_PIECE = 64 * 1024  # bytes from which pieces are handed on alone: copying 
 MAX_LINE = 4096  # bytes of a chunk-size line
 MAX_TRAILER = 16 * 1024  # bytes of the trailer section
 
-# chunk-size [chunk-ext] (RFC 9112 §7.1): whitespace is allowed before extensions only.
-_CHUNK_LINE = re.compile(rb"([0-9A-Fa-f]{1,15})(?:[ \t]*;[\t\x20-\x7e\x80-\xff]*)?")
+# chunk-size [chunk-ext] (RFC 9112 §7.1). "Bad" whitespace around the size is refused, as llhttp and h11 do.
+_CHUNK_LINE = re.compile(rb"([0-9A-Fa-f]{1,15})(?:;[\t\x20-\x7e\x80-\xff]*)?")
 _TRAILER_LINE = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+:[\t\x20-\x7e\x80-\xff]*")
 
 

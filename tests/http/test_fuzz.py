@@ -16,6 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from aenv.http.body import ChunkedDecoder, FramingError
+from aenv.http.client import Connection, ConnectionLostError
+from aenv.http.head import ProtocolError
 from aenv.http.message import Request, Response
 from aenv.http.server import Limits, Server, _Connection
 
@@ -308,3 +310,67 @@ def test_chunked_decoder_fails_only_by_framing_error(pieces: list[bytes]) -> Non
                 break
     except FramingError:
         pass
+
+
+RESPONSE_PARTS = st.sampled_from(
+    [b"HTTP/1.1 200 OK\r\n", b"HTTP/1.1 204 No\r\n", b"HTTP/1.1 100 C\r\n\r\n",
+     b"HTTP/1.1 101 S\r\n", b"HTTP/1.0 404\r\n",
+     b"Content-Length: 3\r\n", b"Transfer-Encoding: chunked\r\n", b"Connection: close\r\n", b"Upgrade: x\r\n",
+     b"X: y\n",     b"\r\n", b"\r\n", b"\n", b"abc", b"3\r\nabc\r\n", b"0\r\n\r\n"]
+)  # fmt: skip
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.lists(st.one_of(RESPONSE_PARTS, st.binary(max_size=12)), max_size=12))
+def test_client_gives_an_answer_or_one_of_its_errors(parts: list[bytes]) -> None:
+    async def main() -> None:
+        connection = Connection()
+        transport: Any = FakeTransport()
+        connection.connection_made(transport)
+        head = asyncio.ensure_future(connection.request("GET", "/", [("Host", "x")]))
+        await asyncio.sleep(0)
+        for part in parts:
+            if not transport.closing:
+                connection.data_received(part)
+        if not transport.closing:
+            connection.eof_received()
+        connection.connection_lost(None)
+        try:
+            response = await head
+            if response.status != 101:
+                await response.read()
+        except (ProtocolError, ConnectionLostError):
+            return
+        assert response.status >= 200 or response.status == 101
+        assert connection.closed or response.status == 101
+
+    LOOP.run_until_complete(main())
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.tuples(st.binary(max_size=40), st.integers(0, 2)), min_size=1, max_size=3), st.data())
+def test_client_reads_every_valid_answer_however_it_is_cut(
+    answers: list[tuple[bytes, int]], data: st.DataObject
+) -> None:
+    async def main() -> None:
+        connection = Connection()
+        transport: Any = FakeTransport()
+        connection.connection_made(transport)
+        for body, kind in answers:
+            if kind == 0:
+                wire = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
+            elif kind == 1:
+                chunk = b"%x\r\n%b\r\n" % (len(body), body) if body else b""
+                wire = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + chunk + b"0\r\n\r\n"
+            else:
+                wire = b"HTTP/1.1 103 Hint\r\nA: b\r\n\r\nHTTP/1.1 200\nContent-Length: %d\n\n%b" % (len(body), body)
+            head = asyncio.ensure_future(connection.request("GET", "/", [("Host", "x")]))
+            await asyncio.sleep(0)
+            cuts = sorted(data.draw(st.lists(st.integers(0, len(wire)), max_size=4)))
+            for a, b in zip([0, *cuts], [*cuts, len(wire)], strict=True):
+                if wire[a:b]:
+                    connection.data_received(wire[a:b])
+            assert await (await head).read() == body
+            assert connection.reusable
+
+    LOOP.run_until_complete(main())
