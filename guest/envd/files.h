@@ -21,6 +21,10 @@ bool files_resolve(struct http_request *req, const struct user *user, const char
 /* Answers with the status that suits an errno met at `path`. */
 void files_reply_errno(struct http_request *req, int error, const char *path);
 
+/* Runs a timer event after the other clients that wait now. (An event that activates itself would be run again before
+ * libevent looks at any socket.) */
+void files_next_turn(struct event *turn);
+
 /* One for each source file. */
 void files_get_register(struct envd *envd);
 void files_post_register(struct envd *envd);

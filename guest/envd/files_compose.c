@@ -99,7 +99,7 @@ static void on_turn(evutil_socket_t fd, short what, void *data)
 		close(compose->fd);
 		compose->fd = -1;
 	}
-	event_active(compose->turn, EV_TIMEOUT, 0);
+	files_next_turn(compose->turn);
 }
 
 /* Request */
@@ -192,7 +192,7 @@ static void begin(struct compose *compose, const json_t *request)
 	if (take_sources(compose, &user, request) && open_destination(compose, &user, request)) {
 		compose->turn = event_new(compose->req->envd->base, -1, 0, on_turn, compose);
 		if (compose->turn)
-			event_active(compose->turn, EV_TIMEOUT, 0);
+			files_next_turn(compose->turn);
 		else
 			http_reply_error(compose->req, 503, "out of memory");
 	}

@@ -162,7 +162,7 @@ static void continue_download(struct download *download)
 		send_piece(download, piece, length);
 	}
 	if (http_pending(download->req) <= HTTP_HIGH_WATER)
-		event_active(download->turn, EV_TIMEOUT, 0);
+		files_next_turn(download->turn);
 }
 
 static void on_turn(evutil_socket_t fd, short what, void *data)

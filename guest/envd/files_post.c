@@ -11,6 +11,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <strings.h>
+#include <sys/statvfs.h>
 
 #include "entry.h"
 #include "files.h"
@@ -206,7 +207,7 @@ static void on_turn(evutil_socket_t fd, short what, void *data)
 		return;
 	post->pending_at = post->pending_length - length;
 	if (more) {
-		event_active(post->turn, EV_TIMEOUT, 0);
+		files_next_turn(post->turn);
 		return;
 	}
 	free(post->pending);
@@ -226,7 +227,7 @@ static void postpone(struct post *post, const char *data, size_t length)
 	post->pending_at = 0;
 	post->pending_length = length;
 	http_pause_body(post->req);
-	event_active(post->turn, EV_TIMEOUT, 0);
+	files_next_turn(post->turn);
 }
 
 static void on_body(struct http_request *req, const char *data, size_t length)
@@ -326,6 +327,19 @@ static bool choose_decoding(struct post *post)
 	return (post->gunzip && post->turn) || fail(post, 503, "out of memory");
 }
 
+/* Refuses at once what the disk cannot take, instead of filling it up for the guest's other programs first. */
+static bool fits(struct post *post)
+{
+	int64_t length = post->gunzip ? 0 : post->req->content_length;
+	struct statvfs fs;
+
+	/* File systems of the kernel have no blocks at all. */
+	if (fstatvfs(upload_descriptor(current(post)), &fs) != 0 || fs.f_blocks == 0 || length <= 0 ||
+	    (uint64_t)length <= (uint64_t)fs.f_bfree * fs.f_frsize)
+		return true;
+	return fail_errno(post, ENOSPC, upload_path(current(post)));
+}
+
 static bool choose_form(struct post *post)
 {
 	const char *type = http_header(post->req, "content-type");
@@ -341,7 +355,7 @@ static bool choose_form(struct post *post)
 			type ? type : "");
 	if (!post->path || !*post->path)
 		return fail(post, 400, "query parameter 'path' is required");
-	return open_file(post, post->path);
+	return open_file(post, post->path) && fits(post);
 }
 
 static void handle_post(struct http_request *req)

@@ -457,7 +457,13 @@ def mounted(tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.root
 def test_full_disk(files: FilesClient, mounted: Path) -> None:
     (mounted / "old").write_bytes(b"old")
-    for headers, body in (({}, bytes(3 << 20)), ({"Content-Encoding": "gzip"}, gzip.compress(bytes(3 << 20)))):
+    bodies: list[tuple[bytes | list[bytes], dict[str, str]]] = [
+        (bytes(3 << 20), {}),  # refused by its length
+        ([bytes(1 << 16)] * 48, {}),  # found out by writing
+        (gzip.compress(bytes(3 << 20)), {"Content-Encoding": "gzip"}),
+        (form(part(str(mounted / "old"), bytes(3 << 20))), FORM),
+    ]
+    for body, headers in bodies:
         answer = files.post(str(mounted / "old"), body, headers)
         assert (answer.status, answer.json["code"]) == (507, 507)
         assert entries(mounted) == ["old"]
