@@ -215,6 +215,7 @@ static void dial_connected(struct dial *dial)
 	free(early);
 }
 
+/* EINPROGRESS, or why it cannot be. */
 static int start_connect(struct dial *dial, int family)
 {
 	struct sockaddr_in v4 = {.sin_family = AF_INET, .sin_port = htons(dial->port),
@@ -228,7 +229,8 @@ static int start_connect(struct dial *dial, int family)
 	if (dial->fd < 0)
 		return errno;
 	setsockopt(dial->fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
-	return connect(dial->fd, address, family == AF_INET ? sizeof v4 : sizeof v6) < 0 ? errno : 0;
+	/* Success is awaited too: http_upgrade() must not be called while the request is being parsed. */
+	return connect(dial->fd, address, family == AF_INET ? sizeof v4 : sizeof v6) < 0 ? errno : EINPROGRESS;
 }
 
 static void on_connected(evutil_socket_t fd, short what, void *arg);

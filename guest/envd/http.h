@@ -112,7 +112,8 @@ size_t http_pending(const struct http_request *req);
 
 /* Ends HTTP on this connection: answers 101 with the added headers and returns the connected socket (non-blocking)
  * once the 101 is on its way; bytes that came after the request are put in *early (malloc'ed), *early_len. The request is closed as
- * after http_end(). Returns -1 when the client is gone. */
+ * after http_end(). Returns -1 when the client is gone. To be called from the event loop only, never from within the
+ * handler or its on_body/on_end: the parser still holds what came early. */
 int http_upgrade(struct http_request *req, const char *protocol, char **early, size_t *early_len);
 
 /* Percent-decodes `len` bytes into a malloc'ed string; NULL on bad escapes or NUL. */

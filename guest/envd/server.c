@@ -436,8 +436,10 @@ static void accepting_stop(struct http_server *server)
 	for (i = 0; i < server->n_listeners; i++)
 		event_del(&server->listeners[i].event);
 	server->accepting = false;
+	sweep_start(server);
 }
 
+/* On the end of a connection, and at each sweep: descriptors come back from elsewhere too. */
 static void accepting_resume(struct http_server *server)
 {
 	size_t i;
@@ -464,8 +466,7 @@ static void on_connection(evutil_socket_t listener, short what, void *arg)
 	}
 	fd = accept4(listener, (struct sockaddr *)&peer, &len, SOCK_NONBLOCK | SOCK_CLOEXEC);
 	if (fd < 0) {
-		if ((errno == EMFILE || errno == ENFILE || errno == ENOMEM || errno == ENOBUFS) &&
-		    server->n_connections > 0)
+		if (errno == EMFILE || errno == ENFILE || errno == ENOMEM || errno == ENOBUFS)
 			accepting_stop(server);
 		return;
 	}
@@ -511,6 +512,7 @@ static void on_sweep(evutil_socket_t fd, short what, void *arg)
 		malloc_trim(0);
 	server->trim = false;
 	server->sweeping = false;
+	accepting_resume(server);
 	if (server->n_connections > 0)
 		sweep_start(server);
 }

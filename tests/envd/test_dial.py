@@ -85,6 +85,34 @@ def test_bytes_behind_the_request_are_the_ports(agent: Agent, serve: Callable[..
         assert connection.recv(100) == b"GET / early"
 
 
+def test_dial_behind_other_requests(agent: Agent, serve: Callable[..., int]) -> None:
+    """All in one piece: the tunnel gets what follows the request, no more and no less."""
+    health = b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n"
+    with agent.raw(health * 3 + HEAD.format(serve(echo)).encode() + b"early") as connection:
+        received = b""
+        while not received.endswith(b"early"):
+            received += connection.recv(4096)
+        connection.shutdown(socket.SHUT_WR)
+        assert read_all(connection) == b""
+    assert received.count(b"HTTP/1.1 204") == 3
+    assert received.split(b"\r\n\r\n")[-1] == b"early"
+
+
+def test_client_that_leaves_while_dialing(agent: Agent) -> None:
+    """A full backlog keeps the connection waiting; the agent must not answer into the void."""
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as listener:
+        port = listener.getsockname()[1]
+        fill = [socket.socket() for _ in range(4)]
+        for one in fill:
+            one.setblocking(False)
+            one.connect_ex(("127.0.0.1", port))
+        for _ in range(5):
+            agent.raw(HEAD.format(port).encode()).close()
+        assert agent.request("GET", "/health").status == 204
+        for one in fill:
+            one.close()
+
+
 def test_half_close_is_passed_on(agent: Agent, serve: Callable[..., int]) -> None:
     def count(connection: socket.socket) -> None:
         connection.sendall(b"%d" % len(read_all(connection)))
