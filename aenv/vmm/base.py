@@ -143,8 +143,13 @@ class Vmm(ABC):
         """Cold boot. `memory_image` is a file of `memory_mib` MiB, mapped MAP_PRIVATE (all-zero, sparse for a boot)."""
 
     @abstractmethod
-    async def prepare(self, machine: Machine, *, memory_image: Path, nic: Nic | None, run_dir: Path) -> Vm:
-        """Start a process that waits for device state. RAM maps `memory_image` MAP_PRIVATE: shared page cache."""
+    async def prepare(
+        self, machine: Machine, *, memory_image: Path, nic: Nic | None, run_dir: Path, base: Path | None = None
+    ) -> Vm:
+        """Start a process that waits for device state. RAM maps `memory_image` MAP_PRIVATE: shared page cache.
+
+        `base` is the raw image that the disk to come will have as its backing: opened now, it saves time later.
+        """
 
     @abstractmethod
     async def adopt(self, pid: int, start_time: int, run_dir: Path) -> Vm:

@@ -29,7 +29,10 @@ from aenv.vmm.spawn import Process, User, exit_reason, find_binary, run, spawn
 BINARY = "qemu-system-x86_64"
 SOCKET_NAME = "qmp.sock"
 LOG_NAME = "qemu.log"
+# The monitor reads commands byte by byte (some 5 µs each), so names are short and defaults are left out.
 DISK_NODE = "disk"  # the node the disk device looks at; what is below it is exchanged by attach_disk
+IMAGE_NODE = "i"  # what attach_disk puts there
+BASE_NODE = "base"  # the backing image that was opened ahead
 PAGE = 4096
 # A guest may write to its console without end: QEMU keeps the last bytes and drops the rest.
 SERIAL_RING = 64 << 10
@@ -102,8 +105,8 @@ class QemuVmm(Vmm):
         if match is None:
             raise UnavailableError(f"{binary} does not tell its version: {text[:200]!r}")
         version = match[1]
-        if tuple(map(int, version.split("."))) < (7, 0, 0):
-            raise UnavailableError(f"{binary} is version {version}", hint="7.0 or newer is needed")
+        if tuple(map(int, version.split("."))) < (7, 2, 0):
+            raise UnavailableError(f"{binary} is version {version}", hint="7.2 or newer is needed")
         # Newer versions (8.2 on) can map an image privately that they have opened read-only.
         options = (await run([binary, "-object", "memory-backend-file,help"], check=False)).stdout
         return cls(kind, version=version, binary=binary, read_only_image=b"rom=" in options)
@@ -116,8 +119,10 @@ class QemuVmm(Vmm):
     async def boot(self, machine: Machine, *, memory_image: Path, disk: Disk, nic: Nic | None, run_dir: Path) -> Vm:
         return await self._start(machine, memory_image, disk, nic, run_dir)
 
-    async def prepare(self, machine: Machine, *, memory_image: Path, nic: Nic | None, run_dir: Path) -> Vm:
-        return await self._start(machine, memory_image, None, nic, run_dir)
+    async def prepare(
+        self, machine: Machine, *, memory_image: Path, nic: Nic | None, run_dir: Path, base: Path | None = None
+    ) -> Vm:
+        return await self._start(machine, memory_image, None, nic, run_dir, base)
 
     async def adopt(self, pid: int, start_time: int, run_dir: Path) -> Vm:
         process = Process.adopt(pid, start_time)
@@ -131,7 +136,13 @@ class QemuVmm(Vmm):
         return vm
 
     async def _start(
-        self, machine: Machine, memory_image: Path, disk: Disk | None, nic: Nic | None, run_dir: Path
+        self,
+        machine: Machine,
+        memory_image: Path,
+        disk: Disk | None,
+        nic: Nic | None,
+        run_dir: Path,
+        base: Path | None = None,
     ) -> QemuVm:
         """With a disk: cold boot. Without: wait for a device state."""
         user = _new_user(self.kind)
@@ -162,6 +173,8 @@ class QemuVmm(Vmm):
                     arguments += _nic_arguments(nic, give(nic.tap_fd))
                 if disk is None:
                     arguments += _waiting_arguments()
+                    if base is not None:
+                        arguments += _base_arguments(opened(base, os.O_RDONLY))
                 else:
                     kernel, initrd = opened(machine.kernel, os.O_RDONLY), opened(machine.initrd, os.O_RDONLY)
                     for fd in (kernel, initrd):
@@ -173,6 +186,7 @@ class QemuVmm(Vmm):
                 )
                 vm = QemuVm(self.kind, process, run_dir)
                 vm.image = (ram, size)
+                vm.base = base
             try:
                 await vm.connect()
                 if disk is None:
@@ -203,6 +217,8 @@ class QemuVmm(Vmm):
             "-sandbox", "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny",
             # A guest that ends leaves its process behind, so that its last words can be read.
             "-action", "reboot=shutdown,shutdown=pause,panic=pause",
+            # Threads for disk requests are there from the start.
+            "-object", "main-loop,id=main-loop,thread-pool-min=2",
             "-chardev", f"ringbuf,id=serial,size={SERIAL_RING}", "-serial", "chardev:serial",
             "-chardev", f"socket,id=qmp,fd={monitor},server=on,wait=off", "-mon", "chardev=qmp,mode=control",
         ]  # fmt: skip
@@ -227,6 +243,16 @@ def _waiting_arguments() -> list[str]:
     ]  # fmt: skip
 
 
+def _base_arguments(fd: int) -> list[str]:
+    node = {
+        "driver": "raw",
+        "node-name": BASE_NODE,
+        "read-only": True,
+        "file": _file_node("/dev/fdset/0", read_only=True),
+    }
+    return ["-add-fd", f"fd={fd},set=0", "-blockdev", json.dumps(node)]
+
+
 def _disk_arguments(disk: Disk, opened: Callable[[Path, int], int]) -> list[str]:
     arguments: list[str] = []
 
@@ -239,33 +265,30 @@ def _disk_arguments(disk: Disk, opened: Callable[[Path, int], int]) -> list[str]
     return [*arguments, "-blockdev", json.dumps(top), "-device", f"virtio-blk-device,drive={DISK_NODE}"]
 
 
-def _disk_nodes(disk: Disk, fdset: Callable[[Path, int], str]) -> dict[str, Any]:
-    """The block graph of an image, below the node of the device. `fdset` hands a file over and names it."""
+def _file_node(name: str, *, read_only: bool) -> dict[str, Any]:
+    # A lock would need the file opened by QEMU itself.
+    node: dict[str, Any] = {"driver": "file", "filename": name, "locking": "off"}
+    return node | ({"read-only": True} if read_only else {"discard": "unmap"})
+
+
+def _disk_nodes(disk: Disk, fdset: Callable[[Path, int], str], base: Path | None = None) -> dict[str, Any]:
+    """The block graph of an image, below the node of the device. `fdset` hands a file over and names it; `base` is the
+    image behind BASE_NODE."""
 
     def file(path: Path, read_only: bool) -> dict[str, Any]:
-        return {
-            "driver": "file",
-            "filename": fdset(path, os.O_RDONLY if read_only else os.O_RDWR),
-            "read-only": read_only,
-            "locking": "off",  # a lock would need the file opened by QEMU itself
-            "discard": "unmap",
-            "detect-zeroes": "off",
-        }
+        return _file_node(fdset(path, os.O_RDONLY if read_only else os.O_RDWR), read_only=read_only)
 
     match disk.format:
         case "raw":
             return file(disk.path, disk.read_only)
         case "qcow2":
-            below = None
-            if disk.backing is not None:
+            below: dict[str, Any] | str | None = None
+            if disk.backing is not None and disk.backing == base:
+                below = BASE_NODE
+            elif disk.backing is not None:
                 below = {"driver": "raw", "read-only": True, "file": file(disk.backing, True)}
-            return {
-                "driver": "qcow2",
-                "read-only": disk.read_only,
-                "discard": "unmap",
-                "file": file(disk.path, disk.read_only),
-                "backing": below,
-            }
+            node = {"driver": "qcow2", "file": file(disk.path, disk.read_only), "backing": below}
+            return node | ({"read-only": True} if disk.read_only else {"discard": "unmap"})
     raise InvalidInputError("disk.format", f"expected raw or qcow2, got {disk.format!r}")
 
 
@@ -280,6 +303,7 @@ class QemuVm(Vm):
         self.state = VmState.PREPARED
         self.image: tuple[int, int] | None = None  # number of QEMU's descriptor of the memory image, and its size
         self.exited = asyncio.get_running_loop().create_future()
+        self.base: Path | None = None  # the image behind node BASE_NODE
         self._process = process
         self._qmp: qmp.Qmp | None = None
         self._serial = bytearray()
@@ -298,8 +322,9 @@ class QemuVm(Vm):
                 self.run_dir / SOCKET_NAME, on_event=self._on_event, on_close=self._monitor_closed
             )
         except VmmError as error:
-            if "closed the connection" in error.message:
-                await self._process.wait()
+            # A process that is dying closes its sockets a moment before it is gone; how it ended says more.
+            await asyncio.wait({self._process.exited}, timeout=1)
+            if self._process.exited.done():
                 raise VmmError(f"QEMU {exit_reason(self._process.exited.result())}: {self._log_tail()}") from error
             raise
 
@@ -403,13 +428,13 @@ class QemuVm(Vm):
                 given.append((len(given) + 1, fd))
                 return f"/dev/fdset/{len(given)}"
 
-            nodes = _disk_nodes(disk, fdset)
+            nodes = _disk_nodes(disk, fdset, self.base)
             # Sent in one go: QEMU answers in order, so nothing is gained by waiting in between.
             await _together(
                 *(self._command("add-fd", {"fdset-id": number}, fd=fd) for number, fd in given),
-                self._command("blockdev-add", {**nodes, "node-name": "image"}),
+                self._command("blockdev-add", {**nodes, "node-name": IMAGE_NODE}),
                 self._command(
-                    "blockdev-reopen", {"options": [{"driver": "raw", "node-name": DISK_NODE, "file": "image"}]}
+                    "blockdev-reopen", {"options": [{"driver": "raw", "node-name": DISK_NODE, "file": IMAGE_NODE}]}
                 ),
             )
 
@@ -419,8 +444,8 @@ class QemuVm(Vm):
         self._migration = asyncio.get_running_loop().create_future()
         try:
             await _together(
-                self._command("getfd", {"fdname": "state"}, fd=fd),
-                self._command("migrate-incoming", {"uri": "fd:state"}),
+                self._command("getfd", {"fdname": "s"}, fd=fd),
+                self._command("migrate-incoming", {"uri": "fd:s"}),
             )
             async with asyncio.timeout(20):
                 await self._migration

@@ -154,7 +154,8 @@ class Qmp:
         future: asyncio.Future[msgspec.Raw] = self._loop.create_future()
         self._waiting[number] = future
         try:
-            self._send({"execute": command, "arguments": arguments or {}, "id": number}, fd)
+            message: dict[str, Any] = {"execute": command, "id": number}
+            self._send(message | {"arguments": arguments} if arguments else message, fd)
             async with asyncio.timeout(timeout):
                 raw = await future
             decoded: T = msgspec.json.decode(raw, type=answer)

@@ -119,6 +119,6 @@ def guest(tmp_path_factory: pytest.TempPathFactory):
     shutil.rmtree(folder)
 
 
-async def prepared(guest: Guest, run_dir: Path, vmm: Vmm | None = None) -> Vm:
+async def prepared(guest: Guest, run_dir: Path, vmm: Vmm | None = None, base: Path | None = None) -> Vm:
     vmm = vmm or await QemuVmm.detect(VmmKind.QEMU_TCG)
-    return await vmm.prepare(guest.machine, memory_image=guest.memory, nic=None, run_dir=run_dir)
+    return await vmm.prepare(guest.machine, memory_image=guest.memory, nic=None, run_dir=run_dir, base=base)

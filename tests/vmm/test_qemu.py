@@ -29,8 +29,9 @@ def test_restored_guest_goes_on_with_the_disk_it_is_given(guest: Guest, tmp_path
         base = new_disk(tmp_path / "base", "HELLO-FROM-BASE")
         overlay = tmp_path / "overlay"
         create_overlay(overlay, base.path, DISK_SIZE)
-        for number, disk in enumerate((base, Disk(overlay, "qcow2", backing=base.path))):
-            async with killed(await prepared(guest, tmp_path / f"run{number}")) as vm:
+        over = Disk(overlay, "qcow2", backing=base.path)
+        for number, (disk, ahead) in enumerate(((base, None), (over, None), (over, base.path), (base, over.path))):
+            async with killed(await prepared(guest, tmp_path / f"run{number}", base=ahead)) as vm:
                 assert vm.state is VmState.PREPARED
                 await restore(vm, state=guest.state, disk=disk)
                 assert vm.state is VmState.PAUSED

@@ -111,7 +111,7 @@ def test_commands_events_and_descriptors(run, tmp_path: Path):
         event = b'{"event": "STOP", "data": {"a": 1}, "timestamp": {"seconds": 1, "microseconds": 2}}\r\n'
         answers = script(
             stop=lambda m: event + ok(m),
-            value=lambda m: ok(m, m["arguments"]),
+            value=lambda m: ok(m, m.get("arguments", {})),
             refuse=lambda m: b'{"error": {"class": "GenericError", "desc": "no way"}, "id": %d}\n' % m["id"],
         )
         watcher = Watcher()
