@@ -229,7 +229,11 @@ class Machines:
             tap = slot.tap_fd()
             try:
                 vm = await self._vmm.prepare(
-                    template.machine, memory_image=template.memory, nic=Nic(tap, GUEST_MAC), run_dir=self._run_dir()
+                    template.machine,
+                    memory_image=template.memory,
+                    nic=Nic(tap, GUEST_MAC),
+                    run_dir=self._run_dir(),
+                    base=template.disk,
                 )
             finally:
                 os.close(tap)
