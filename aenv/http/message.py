@@ -126,6 +126,7 @@ class Request:
         "peer",
         "query_string",
         "scheme",
+        "target",
         "upgrade",
         "version",
     )
@@ -143,6 +144,7 @@ class Request:
         upgrade: str | None = None,
     ) -> None:
         self.method = method
+        self.target = target  # path and query as sent
         self.path, _, self.query_string = target.partition("?")
         self.headers = headers
         self.version = version
@@ -154,11 +156,6 @@ class Request:
         self._segments: tuple[str, ...] | None = None
         self._query: list[tuple[str, str]] | None = None
         self._disconnect_callbacks: list[Callable[[], None]] = []
-
-    @property
-    def target(self) -> str:
-        """Path and query as sent."""
-        return f"{self.path}?{self.query_string}" if self.query_string else self.path
 
     @property
     def segments(self) -> tuple[str, ...]:

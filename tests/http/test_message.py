@@ -48,6 +48,11 @@ def test_text_that_is_not_utf8_is_refused(target: str) -> None:
     assert caught.value.status == 400
 
 
+@pytest.mark.parametrize("target", ["/", "/?", "/a?", "/a??", "/a?b", "*"])
+def test_target_is_kept_as_it_was_sent(target: str) -> None:
+    assert request(target).target == target
+
+
 def test_headers_keep_order_case_and_duplicates() -> None:
     headers = Headers([("X-A", "1"), ("x-a", "2"), ("B", "3, Four ,,5")])
     assert list(headers) == [("X-A", "1"), ("x-a", "2"), ("B", "3, Four ,,5")]
