@@ -144,6 +144,9 @@ static json_t *remove_path(struct rpc_call *call, json_t *request)
 	if (!begin(call, request, "path", &user, path))
 		return NULL;
 	user_clear(&user);
+	/* An empty path means the work directory elsewhere; nobody who sends it here wants that removed. */
+	if (json_string_length(jx_get(request, "path")) == 0 || strcmp(path, "/") == 0)
+		return rpc_fail(call, RPC_INVALID_ARGUMENT, "path must name something below the root directory");
 	if (remove_all(path) != 0)
 		return rpc_fail_errno(call, errno, "%s", path);
 	return json_object();

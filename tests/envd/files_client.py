@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import base64
-import getpass
 import json
+import os
+import pwd
 import socket
 import struct
 from collections.abc import Iterable, Iterator
@@ -36,7 +37,7 @@ class FilesClient:
 
     def __init__(self, port: int, user: str | None = None) -> None:
         self.port = port
-        self.user = user or getpass.getuser()
+        self.user = user or pwd.getpwuid(os.geteuid()).pw_name
 
     def as_user(self, user: str) -> FilesClient:
         return FilesClient(self.port, user)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import pwd
 import re
 import select
 import stat
@@ -42,6 +43,15 @@ def test_raw_upload(files: FilesClient, folder: Path) -> None:
     assert answer.json == [{"path": str(path), "name": "file.bin", "type": "file"}]
     assert path.read_bytes() == b"content"
     assert stat.S_IMODE(path.stat().st_mode) == 0o644
+
+
+def test_paths_relative_to_the_home(files: FilesClient, folder: Path) -> None:
+    home = pwd.getpwnam(files.user).pw_dir
+    for name in ("relative", "~"):
+        path = os.path.relpath(folder / "f", home)
+        answer = files.post(f"~/{path}" if name == "~" else path, name.encode())
+        assert (answer.status, answer.json[0]["path"]) == (200, str(folder / "f"))
+        assert (folder / "f").read_text() == name
 
 
 def test_empty_upload(files: FilesClient, folder: Path) -> None:

@@ -274,6 +274,11 @@ def test_remove(files: FilesClient, tmp_path: Path) -> None:
     assert os.listdir(tmp_path / "outside") == ["kept"]
 
 
+def test_remove_of_nothing_in_particular(files: FilesClient) -> None:
+    for message in ({}, {"path": ""}, {"path": None}, {"path": "/"}, {"path": "///"}):
+        assert files.failure("Remove", **message) == "invalid_argument"
+
+
 def test_remove_of_a_tree_deeper_than_paths_and_descriptors(files: FilesClient, tmp_path: Path) -> None:
     top = tmp_path / "deep"
     top.mkdir()
