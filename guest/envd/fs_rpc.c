@@ -155,6 +155,7 @@ static json_t *remove_path(struct rpc_call *call, json_t *request)
 /* The path of the walk is one buffer: a guest may nest directories as deep as PATH_MAX allows. */
 struct listing {
 	json_t *entries;
+	const struct watchers *watchers; /* know the temporary files of uploads, which are not listed */
 	struct entry_names names;
 	char path[PATH_MAX];
 };
@@ -217,7 +218,8 @@ static int list_into(struct listing *listing, uint32_t depth)
 	if (count < 0)
 		return -1;
 	for (int i = 0; i < count && result == 0; i++) {
-		if (append_name(listing, length, names[i]->d_name))
+		if (!watchers_is_upload(listing->watchers, names[i]->d_name) &&
+		    append_name(listing, length, names[i]->d_name))
 			result = list_one(listing, depth);
 		listing->path[length] = '\0';
 	}
@@ -229,7 +231,7 @@ static int list_into(struct listing *listing, uint32_t depth)
 
 static json_t *list_directory(struct rpc_call *call, const char *path, uint32_t depth)
 {
-	struct listing listing = {.names = {.valid = false}};
+	struct listing listing = {.watchers = call->envd->watchers};
 	struct stat st;
 
 	if (stat(path, &st) != 0)

@@ -93,7 +93,7 @@ static const char *upload_kind(const struct watchers *all, const char *name)
 	return strncmp(name, prefix, length) == 0 ? name + length : NULL;
 }
 
-bool watch_is_upload(const struct watchers *all, const char *name)
+bool watchers_is_upload(const struct watchers *all, const char *name)
 {
 	return upload_kind(all, name) != NULL;
 }

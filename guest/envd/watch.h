@@ -49,5 +49,7 @@ json_t *watcher_next(struct watcher *watcher);
 #define WATCH_UPLOAD_NAME_MAX 64
 /* Name for the temporary file of an upload; `replaces` says whether the target exists. */
 void watchers_upload_name(struct watchers *all, bool replaces, char out[WATCH_UPLOAD_NAME_MAX]);
+/* True for such names. */
+bool watchers_is_upload(const struct watchers *all, const char *name);
 
 #endif

@@ -274,7 +274,7 @@ static void read_entries(struct view *view, DIR *directory, enum walk walk, stru
 	for (struct dirent *entry; (entry = readdir(directory));) {
 		off_t size;
 		if (strcmp(entry->d_name, ".") == 0 || strcmp(entry->d_name, "..") == 0 ||
-		    watch_is_upload(watcher->all, entry->d_name))
+		    watchers_is_upload(watcher->all, entry->d_name))
 			continue;
 		mode_t type = entry->d_type != DT_DIR && entry->d_type != DT_UNKNOWN && walk != WALK_ANNOUNCE
 				      ? 0

@@ -94,9 +94,6 @@ enum walk {
 
 /* watch.c: queues an event for `name` in the directory `relative`. */
 void watch_push(struct watcher *watcher, enum change change, const char *relative, const char *name);
-/* watch.c: true for the temporary files of uploads. */
-bool watch_is_upload(const struct watchers *all, const char *name);
-
 struct node *tree_find(struct watchers *all, int wd);
 /* Watches the directory `relative` ("" = root) and, for a recursive watcher, all below it. -1 with errno when the top
  * one cannot be watched; what vanishes below it during the walk is no error. */

@@ -183,6 +183,7 @@ def test_a_file_is_invisible_until_its_body_is_whole(files: FilesClient, folder:
         while not entries(folder):
             select.select([], [], [], 0.01)
         assert not (folder / "f").exists()
+        assert files.call("ListDir", path=str(folder)).get("entries", []) == []
         connection.sendall(b"56789")
         assert connection.recv(65536).startswith(b"HTTP/1.1 200")
     assert (folder / "f").read_bytes() == b"0123456789"
