@@ -1,4 +1,5 @@
-/* What the HTTP modules share: server.c (sockets), http_parse.c (requests in), http_answer.c (answers out). */
+/* What the HTTP modules share: server.c (listening), http_connection.c, http_parse.c (requests in), http_answer.c
+ * (answers out), http_route.c. */
 #ifndef ENVD_HTTP_INTERNAL_H
 #define ENVD_HTTP_INTERNAL_H
 
@@ -94,6 +95,14 @@ struct http_server {
 };
 
 /* server.c */
+void http_accepting_resume(struct http_server *server); /* descriptors or connections have become free */
+
+/* http_connection.c */
+time_t http_now(void); /* monotonic seconds */
+struct http_connection *connection_new(struct http_server *server, int fd, bool from_host); /* NULL: no memory */
+void connection_readable(struct http_connection *conn); /* may free it */
+void connection_free(struct http_connection *conn);
+bool connection_overdue(const struct http_connection *conn, time_t now);
 void connection_schedule(struct http_connection *conn); /* run it once control is back in the loop */
 void request_free(struct http_request *req);
 

@@ -104,6 +104,8 @@ void process_close_input(struct process *process);
 
 /* "exit status 3", "signal: killed (core dumped)": as in the events, into `out`. */
 void process_status_text(int status, char *out, size_t size);
+/* The end event as JSON; returns its length. */
+size_t process_end_event(int status, char *out, size_t size);
 /* process_input.c, for process.c: fails those who wait and frees the queue. */
 void process_input_end(struct process *process);
 void process_input_init(struct process *process, int fd);
