@@ -70,7 +70,7 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("cache", Path, Path("cache"), "downloaded and derived files, may serve several homes; relative to home"),
     Setting("listen", _address, "127.0.0.1:3000", "address of HTTP API and sandbox proxy; port 0 takes a free one"),
     Setting("network.uplink", _uplink, Uplink.parse("host"), "way out of a sandbox: host, none, or netns:NAME"),
-    Setting("vmm.kind", _choice("auto", "qemu-kvm", "qemu-tcg"), "auto", "virtual machine monitor; auto takes the best"),
+    Setting("vmm.kind", _choice("auto", "qemu-kvm", "qemu-tcg"), "auto", "VM monitor; auto takes the best there is"),
     Setting("vmm.pool", _whole(0, 64), 2, "VMM processes kept ready per hot snapshot"),
     Setting("vmm.hot", _whole(0, 64), 2, "how many snapshots have a pool at a time (the last used ones)"),
     Setting("network.pool", _whole(0, 256), 4, "network slots kept ready"),

@@ -23,6 +23,12 @@ END_STREAM = 0x02
 MAX_FRAME = 4 << 20  # bytes; envd sends at most 32 KiB of output a frame
 KEEPALIVE_SECONDS = 50
 CHANNELS = ("stdout", "stderr", "pty")
+# The words for signals 1 to 15, which are those of Go's syscall package.
+SIGNALS = (
+    "", "hangup", "interrupt", "quit", "illegal instruction", "trace/breakpoint trap", "aborted", "bus error",
+    "floating point exception", "killed", "user defined signal 1", "segmentation fault", "user defined signal 2",
+    "broken pipe", "alarm clock", "terminated",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +50,17 @@ class Ended:
 
     exit_code: int
     status: str
+
+    @property
+    def shell_status(self) -> int:
+        """The status as a shell reports it: 128 and the number for a signal."""
+        if self.exit_code >= 0:
+            return self.exit_code & 0xFF
+        name = self.status.removeprefix("signal: ").removesuffix(" (core dumped)")
+        number = name.removeprefix("signal ")
+        if number.isascii() and number.isdigit():
+            return 128 + min(int(number), 127)
+        return 128 + SIGNALS.index(name) if name in SIGNALS else 255
 
 
 Event = Started | Output | Ended

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from pathlib import Path
 
@@ -67,8 +68,18 @@ def home_of(ctx: click.Context) -> Path:
     return load({"home": given}).home
 
 
+def _fill_standard_descriptors() -> None:
+    """A closed stdin, stdout or stderr would become the number of our next socket."""
+    for fd in range(3):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+
+
 def main() -> None:
     """Entry point. Errors that a user can act on are one line on stderr; exit status 1."""
+    _fill_standard_descriptors()
     try:
         aenv(standalone_mode=False)
     except click.exceptions.Abort:
@@ -82,6 +93,10 @@ def main() -> None:
         click.echo(f"aenv: {error.message}", err=True)
         if error.hint:
             click.echo(f"hint: {error.hint}", err=True)
+        sys.exit(1)
+    except OSError as error:
+        name = f"{error.filename}: " if error.filename else ""
+        click.echo(f"aenv: {name}{error.strerror or error}", err=True)
         sys.exit(1)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,8 +18,11 @@ from aenv.daemon import Daemon
 from aenv.errors import AenvError, UnavailableError
 from aenv.http.client import Connection, ConnectionLostError
 from aenv.http.head import ProtocolError
+from aenv.http.message import HttpError
 
 ANSWER_LIMIT = 16 << 20  # bytes
+_URL = re.compile(r"[!-~]+")
+_KEY = re.compile(r"[!-~]+")
 
 
 class ApiError(AenvError):
@@ -34,12 +38,18 @@ class Remote:
     E2B_API_KEY or the home."""
 
     def __init__(self, url: str, key: str) -> None:
-        parts = urlsplit(url)
-        if parts.scheme != "http" or not parts.hostname:
+        try:
+            parts = urlsplit(url)
+            port = parts.port or 80
+        except ValueError:
+            parts, port = urlsplit(""), 0
+        if parts.scheme != "http" or not parts.hostname or parts.path.strip("/") or not _URL.fullmatch(url):
             raise UnavailableError(f"{url!r} is not an address of a daemon", hint="use http://HOST:PORT")
+        if not _KEY.fullmatch(key):
+            raise UnavailableError("the API key is not valid", hint="AENV_API_KEY holds e2b_ and hexadecimal digits")
         self.url = url.rstrip("/")
         self._key = key
-        self._address = (parts.hostname, parts.port or 80)
+        self._address = (parts.hostname, port)
 
     @classmethod
     def find(cls, home: Path, url: str | None = None) -> Remote:
@@ -60,7 +70,11 @@ class Remote:
             raise UnavailableError(
                 f"{error.filename} is readable for its owner only", hint="set AENV_API_KEY, or run as the daemon's user"
             ) from error
-        return cls(url, key)
+        except (msgspec.MsgspecError, OSError, UnicodeDecodeError) as error:
+            raise UnavailableError(
+                f"the home {home} does not tell of its daemon: {error}", hint="set AENV_URL"
+            ) from error
+        return cls(url, key.strip())
 
     async def open(self) -> Connection:
         """A connection to the daemon. Raises UnavailableError when nothing listens."""
@@ -103,23 +117,29 @@ class Remote:
         try:
             response = await connection.request(method, path, headers.items(), content)
             answer = await response.read(ANSWER_LIMIT)
-        except (ConnectionLostError, ProtocolError) as error:
+        except (ConnectionLostError, ProtocolError, HttpError) as error:
             raise UnavailableError(f"the daemon at {self.url} hung up: {error.message}") from error
         finally:
             connection.close()
         if response.status >= 400:
             raise ApiError(response.status, _message(answer, response.status))
-        return msgspec.json.decode(answer) if answer else None, response.headers.get("x-next-token") or ""
+        try:
+            decoded = msgspec.json.decode(answer) if answer else None
+        except (msgspec.MsgspecError, RecursionError) as error:
+            raise UnavailableError(
+                f"what answers at {self.url} is not a daemon", hint="look at --url and AENV_URL"
+            ) from error
+        return decoded, response.headers.get("x-next-token") or ""
 
     async def processes(self, sandbox_id: str, user: str | None = None) -> Processes:
         """The processes of a running sandbox, through the daemon's proxy; resumes it when it is paused."""
-        box = await self.call("POST", f"/v2/sandboxes/{sandbox_id}/connect", {})
+        box = await self.call("POST", f"/v2/sandboxes/{quote(sandbox_id, safe='')}/connect", {})
         headers = {
             "Host": urlsplit(self.url).netloc,
             "E2b-Sandbox-Id": sandbox_id,
             "E2b-Sandbox-Port": str(ENVD_PORT),
         }
-        if token := box.get("envdAccessToken"):
+        if isinstance(box, dict) and (token := box.get("envdAccessToken")):
             headers["X-Access-Token"] = token
         return Processes(self.open, headers, user)
 
@@ -128,6 +148,6 @@ def _message(answer: bytes, status: int) -> str:
     fallback = f"the daemon answered with status {status}"
     try:
         decoded: Mapping[str, Any] = msgspec.json.decode(answer, type=dict[str, Any])
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, RecursionError):
         return fallback
     return str(decoded.get("message", fallback))

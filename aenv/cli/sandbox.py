@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import os
+import contextlib
 import sys
 from typing import Any
+from urllib.parse import quote
 
 import click
 import uvloop
 
-from aenv.agent.process import Ended, Output, Started
+from aenv.agent.process import Ended, Output, Processes, Started
 from aenv.cli.main import home_of
 from aenv.cli.output import json_option, print_json, print_table, say, wants_json
-from aenv.cli.remote import Remote
-from aenv.cli.terminal import attach
-from aenv.errors import InvalidInputError
+from aenv.cli.remote import ApiError, Remote
+from aenv.cli.source import Source
+from aenv.cli.terminal import attach, require_terminal
+from aenv.errors import AenvError, InvalidInputError
 
 
 def remote_of(ctx: click.Context) -> Remote:
@@ -54,6 +56,8 @@ def start_command(
 
     The sandbox ends with the shell unless --keep is given. With -d it goes on until its time-out.
     """
+    if not detach:
+        require_terminal()
     remote = remote_of(ctx)
     body = {
         "templateID": template,
@@ -79,7 +83,8 @@ def start_command(
             return await attach(await remote.processes(sandbox_id))
         finally:
             if not keep:
-                await remote.call("DELETE", f"/sandboxes/{sandbox_id}")
+                with contextlib.suppress(ApiError):  # its time was over first
+                    await remote.call("DELETE", f"/sandboxes/{sandbox_id}")
 
     sys.exit(uvloop.run(run()))
 
@@ -116,22 +121,29 @@ def exec_command(
         processes = await remote.processes(sandbox_id, user)
         if tty:
             return await attach(processes, words[0], words[1:], env=env, cwd=cwd)
-        has_input = not sys.stdin.isatty()
+        has_input = sys.stdin is not None and not sys.stdin.isatty()
         sender: asyncio.Task[None] | None = None
+        pid: int | None = None
         status = 1
         try:
             async for event in processes.start(words[0], words[1:], env=env, cwd=cwd, stdin=has_input):
                 match event:
-                    case Started(pid) if has_input:
-                        sender = asyncio.create_task(_send_stdin(processes, pid))
+                    case Started(pid):
+                        if has_input:
+                            sender = asyncio.create_task(_send_stdin(processes, pid))
                     case Output("stderr", data):
                         sys.stderr.buffer.write(data)
                         sys.stderr.buffer.flush()
                     case Output(_, data):
                         sys.stdout.buffer.write(data)
                         sys.stdout.buffer.flush()
-                    case Ended(exit_code, text):
-                        status = exit_code if exit_code >= 0 else _signal_status(text)
+                    case Ended():
+                        status = event.shell_status
+        except (asyncio.CancelledError, OSError):  # Ctrl-C, or nobody reads our output: the command ends too
+            if pid is not None:
+                with contextlib.suppress(AenvError):
+                    await processes.signal(pid, "SIGNAL_SIGTERM")
+            raise
         finally:
             if sender is not None:
                 sender.cancel()
@@ -141,17 +153,11 @@ def exec_command(
     sys.exit(uvloop.run(run()))
 
 
-async def _send_stdin(processes: Any, pid: int) -> None:
-    while data := await asyncio.to_thread(os.read, sys.stdin.fileno(), 32768):
+async def _send_stdin(processes: Processes, pid: int) -> None:
+    source = Source(sys.stdin.fileno())
+    while data := await source.read():
         await processes.send_input(pid, data, pty=False)
     await processes.close_stdin(pid)
-
-
-def _signal_status(text: str) -> int:
-    """128 + signal, as a shell reports it; `text` is Go's wording, `signal: killed`."""
-    numbers = {"hangup": 1, "interrupt": 2, "quit": 3, "aborted": 6, "killed": 9, "segmentation fault": 11,
-               "broken pipe": 13, "alarm clock": 14, "terminated": 15}  # fmt: skip
-    return 128 + numbers.get(text.removeprefix("signal: ").removesuffix(" (core dumped)"), 0)
 
 
 @click.command("ls")
@@ -181,7 +187,7 @@ def _each(ctx: click.Context, ids: tuple[str, ...], method: str, path: str, body
 
     async def run() -> None:
         for sandbox_id in ids:
-            await remote.call(method, path.format(sandbox_id), body)
+            await remote.call(method, path.format(quote(sandbox_id, safe="")), body)
             say(f"{sandbox_id} {done}")
 
     uvloop.run(run())

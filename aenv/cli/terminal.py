@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import fcntl
 import os
+import select
 import signal
 import struct
 import sys
@@ -14,6 +15,7 @@ import tty
 from collections.abc import Iterator, Mapping, Sequence
 
 from aenv.agent.process import Ended, Output, Processes, Started
+from aenv.cli.source import Source
 from aenv.errors import UnavailableError
 
 
@@ -34,6 +36,13 @@ def raw_mode(fd: int) -> Iterator[None]:
         termios.tcsetattr(fd, termios.TCSADRAIN, before)
 
 
+def require_terminal() -> int:
+    """The descriptor of our terminal. Raises UnavailableError when stdin is none."""
+    if sys.stdin is None or not sys.stdin.isatty():
+        raise UnavailableError("stdin is not a terminal", hint="use `aenv exec ID -- COMMAND`, or `aenv start -d`")
+    return sys.stdin.fileno()
+
+
 async def attach(
     processes: Processes,
     command: str = "/bin/bash",
@@ -46,18 +55,20 @@ async def attach(
 
     Raises UnavailableError when stdin is no terminal.
     """
-    source = sys.stdin.fileno()
-    if not os.isatty(source):
-        raise UnavailableError("stdin is not a terminal", hint="use `aenv exec ID -- COMMAND`, or `aenv start -d`")
+    source = require_terminal()
     variables = {
         "TERM": os.environ.get("TERM", "xterm-256color"),
         "LANG": "C.UTF-8",
         "LC_ALL": "C.UTF-8",
         **(env or {}),
     }
-    keys: asyncio.Queue[bytes | None] = asyncio.Queue()
     loop = asyncio.get_running_loop()
-    sender: asyncio.Task[None] | None = None
+    me = asyncio.current_task()
+    assert me is not None
+    resized = asyncio.Event()
+    loop.add_signal_handler(signal.SIGWINCH, resized.set)
+    loop.add_signal_handler(signal.SIGTERM, me.cancel)  # so that the terminal gets its mode back
+    senders: list[asyncio.Task[None]] = []
     status = 1
     with raw_mode(source):
         try:
@@ -65,30 +76,42 @@ async def attach(
             async for event in stream:
                 match event:
                     case Started(pid):
-                        loop.add_reader(source, lambda: keys.put_nowait(os.read(source, 4096)))
-                        loop.add_signal_handler(signal.SIGWINCH, keys.put_nowait, None)
-                        sender = asyncio.create_task(_send(processes, pid, source, keys))
+                        senders.append(asyncio.create_task(_send_keys(processes, pid, source)))
+                        senders.append(asyncio.create_task(_send_sizes(processes, pid, source, resized)))
                     case Output(_, data):
-                        os.write(sys.stdout.fileno(), data)
-                    case Ended(exit_code, _):
-                        status = exit_code if exit_code >= 0 else 1
+                        write_all(sys.stdout.fileno(), data)
+                    case Ended():
+                        status = event.shell_status
+        except asyncio.CancelledError:
+            return 128 + signal.SIGTERM
         finally:
-            loop.remove_reader(source)
             loop.remove_signal_handler(signal.SIGWINCH)
-            if sender is not None:
+            loop.remove_signal_handler(signal.SIGTERM)
+            for sender in senders:
                 sender.cancel()
-                await asyncio.gather(sender, return_exceptions=True)
+            await asyncio.gather(*senders, return_exceptions=True)
     return status
 
 
-async def _send(processes: Processes, pid: int, source: int, keys: asyncio.Queue[bytes | None]) -> None:
-    """Keys in order, and the new size whenever the window changes (None in the queue)."""
+async def _send_keys(processes: Processes, pid: int, source: int) -> None:
+    keys = Source(source)
+    while data := await keys.read():
+        await processes.send_input(pid, data, pty=True)
+    await processes.signal(pid, "SIGNAL_SIGKILL")  # the terminal is gone; an interactive shell ignores SIGTERM
+
+
+async def _send_sizes(processes: Processes, pid: int, source: int, resized: asyncio.Event) -> None:
     while True:
-        item = await keys.get()
-        if item is None:
-            await processes.resize(pid, *terminal_size(source))
-            continue
-        while not keys.empty() and (more := keys.get_nowait()) is not None:
-            item += more
-        if item:
-            await processes.send_input(pid, item, pty=True)
+        await resized.wait()
+        resized.clear()
+        await processes.resize(pid, *terminal_size(source))
+
+
+def write_all(fd: int, data: bytes) -> None:
+    """Write all of it, whoever may have made the descriptor non-blocking."""
+    left = memoryview(data)
+    while left:
+        try:
+            left = left[os.write(fd, left) :]
+        except BlockingIOError:
+            select.select([], [fd], [])
