@@ -181,6 +181,7 @@ def test_descriptor_limit_is_survived(envd_binary: Path, tmp_path: Path) -> None
     with ExitStack() as stack:
         connections = [stack.enter_context(agent.raw(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")) for _ in range(60)]
         assert connections[0].recv(12) == b"HTTP/1.1 204"
+        wait_until(lambda: agent.descriptors() == 40)
         connections[0].sendall(post(START, frame(shell("true")), CONNECT_JSON))
         received = b""
         while b"resource_exhausted" not in received:
