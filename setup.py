@@ -47,7 +47,7 @@ def archive(name: str) -> str:
 def extensions() -> list[Extension]:
     options: dict[str, dict[str, list[str]]] = {
         "lsmt": {"extra_link_args": [*ARCHIVE_FLAGS, archive("lz4"), archive("zstd")]},
-        "fuse": {"extra_link_args": [*ARCHIVE_FLAGS, archive("fuse3"), "-ldl", "-lpthread"]},
+        "fuse": {"extra_link_args": ["-lfuse3"]},  # its versioned symbols cannot go into an extension statically
     }
     found = [p for folder in ("aenv/_native", "ublk") for p in sorted((ROOT / folder).glob("*.pyx"))]
     return [extension(str(p.parent.relative_to(ROOT)), p.stem, **options.get(p.stem, {})) for p in found]

@@ -216,8 +216,10 @@ void upper_close(struct upper *upper)
 {
     if (!upper)
         return;
-    if (upper->data_fd >= 0)
+    if (upper->data_fd >= 0) {
+        flock(upper->data_fd, LOCK_UN); /* a frozen layer's duplicate would hold the lock for ever */
         close(upper->data_fd);
+    }
     if (upper->index_fd >= 0)
         close(upper->index_fd);
     map_free(&upper->map);

@@ -126,3 +126,4 @@ cdef class Image:
     cdef readonly str index_path
     cdef readonly object recovery
     cdef int _check_open(self) except -1
+    cdef block_device *device(self) except NULL

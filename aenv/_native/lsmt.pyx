@@ -480,6 +480,10 @@ cdef class Image:
             raise ConflictError("the image is closed")
         return 0
 
+    cdef block_device *device(self) except NULL:
+        self._check_open()
+        return image_device(self._image)
+
     @property
     def size(self):
         self._check_open()

@@ -1,0 +1,39 @@
+"""`python -m ublk`, installed as `aenv-blockd`: the block server."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+
+import click
+
+from aenv.errors import AenvError
+from ublk.server import Server
+
+log = logging.getLogger("aenv.blockd")
+
+
+@click.command()
+@click.option("--socket", "socket_path", type=click.Path(path_type=Path), required=True, help="Control socket to make.")
+@click.option("--mount", "directory", type=click.Path(path_type=Path), required=True, help="Where images appear.")
+def main(socket_path: Path, directory: Path) -> None:
+    """Serve overlaybd images as files, controlled over a Unix socket."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    _avoid_oom_killer()
+    try:
+        asyncio.run(Server(socket_path.absolute(), directory.absolute()).run())
+    except AenvError as error:
+        raise click.ClickException(str(error)) from error
+
+
+def _avoid_oom_killer() -> None:
+    """All sandboxes wait for this process: it must be the last to go."""
+    try:
+        Path("/proc/self/oom_score_adj").write_text("-1000")
+    except OSError as error:
+        log.warning("the OOM killer may choose this process: %s", error)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,206 @@
+"""The control socket of the block server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import logging
+import os
+import resource
+import signal
+import socket
+from pathlib import Path
+from typing import Any
+
+from aenv.errors import AenvError, ConflictError, InvalidInputError, UnavailableError
+from ublk import protocol
+from ublk.fuse import Mount
+from ublk.images import Images
+from ublk.protocol import (
+    VERSION,
+    AnyRequest,
+    Close,
+    Create,
+    Flush,
+    Hello,
+    List,
+    Open,
+    Resize,
+    Restack,
+    Seal,
+    Shutdown,
+    Stats,
+    frame,
+)  # fmt: skip
+
+log = logging.getLogger("aenv.blockd")
+
+MAX_PENDING = 128  # requests of one connection that are worked on at a time
+
+
+class Server:
+    """One block server: a socket, a mounted directory, and the images in it."""
+
+    def __init__(self, socket_path: Path, directory: Path) -> None:
+        self._socket_path = socket_path
+        self._directory = directory
+        self._stopping = asyncio.Event()
+        self._connections: set[asyncio.Task[None]] = set()
+
+    async def run(self) -> None:
+        """Serve until a `shutdown` request, SIGTERM or SIGINT. Raises ConflictError if another server runs."""
+        lock = _lock(self._socket_path)
+        try:
+            self._directory.mkdir(mode=0o711, parents=True, exist_ok=True)
+            self._images = Images(Mount(self._directory))
+            loop = asyncio.get_running_loop()
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.add_signal_handler(number, self._stopping.set)
+            listening = await asyncio.start_unix_server(self._accept, sock=_listen(self._socket_path))
+            log.info("serving %s, images in %s", self._socket_path, self._directory)
+            async with listening:
+                await self._stopping.wait()
+            await self._end()
+        finally:
+            self._socket_path.unlink(missing_ok=True)
+            os.close(lock)
+
+    async def _end(self) -> None:
+        for failure in await self._images.shut():
+            log.error("%s", failure)
+        current = list(self._connections)
+        for task in current:
+            task.cancel()
+        await asyncio.gather(*current, return_exceptions=True)
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._connections.add(task)
+        try:
+            await self._converse(reader, writer)
+        except asyncio.CancelledError:
+            # Only `_end` cancels: the connection ends here, and there is nobody above to tell.
+            log.debug("connection ended by shutdown")
+        finally:
+            self._connections.discard(task)
+            writer.close()
+
+    async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        room = asyncio.Semaphore(MAX_PENDING)
+        async with asyncio.TaskGroup() as tasks:
+            greeted = False
+            while True:
+                try:
+                    body = await protocol.read_frame(reader)
+                except InvalidInputError as error:
+                    await _send(writer, {"id": None, "error": protocol.encode_error(error)})
+                    return
+                if body is None:
+                    return
+                try:
+                    request = protocol.decode_request(body)
+                    if not greeted:
+                        _check_hello(request)
+                        greeted = True
+                except AenvError as error:
+                    number = protocol.request_id(body)
+                    await _send(writer, {"id": number, "error": protocol.encode_error(error)})
+                    if number is None or not greeted:
+                        return
+                    continue
+                await room.acquire()
+                tasks.create_task(self._answer(request, writer, room))
+
+    async def _answer(self, request: AnyRequest, writer: asyncio.StreamWriter, room: asyncio.Semaphore) -> None:
+        try:
+            reply = {"id": request.id, "ok": await self._perform(request)}
+        except AenvError as error:
+            reply = {"id": request.id, "error": protocol.encode_error(error)}
+        except Exception as error:
+            log.exception("request %s failed", type(request).__name__)
+            failure = UnavailableError(f"{type(error).__name__}: {error}")
+            reply = {"id": request.id, "error": protocol.encode_error(failure)}
+        finally:
+            room.release()
+        await _send(writer, reply)
+        if isinstance(request, Shutdown) and "ok" in reply:
+            self._stopping.set()
+
+    async def _perform(self, request: AnyRequest) -> Any:
+        images = self._images
+        match request:
+            case Hello():
+                return {
+                    "version": VERSION, "pid": os.getpid(), "front_ends": ["fuse"], "directory": str(self._directory),
+                }  # fmt: skip
+            case Create(data=data, index=index):
+                return {"uuid": await images.create(data, index, request.size, request.uuid, request.parent_uuid)}
+            case Open(image=name):
+                return await images.open(
+                    name, request.layers, request.data, request.index, cached=request.cached,
+                    owner=(request.uid, request.gid), mode=request.mode,
+                )  # fmt: skip
+            case Close(image=name):
+                return await images.close(name)
+            case Restack(image=name):
+                return {"sealed": await images.restack(name, request.data, request.index, request.uuid)}
+            case Seal(data=data, index=index):
+                return await images.seal(data, index)
+            case Flush(image=name):
+                return await images.flush(name)
+            case Resize(image=name, size=size):
+                return await images.resize(name, size)
+            case Stats(image=None):
+                usage = resource.getrusage(resource.RUSAGE_SELF)
+                return images.totals() | {"pid": os.getpid(), "max_rss_bytes": usage.ru_maxrss * 1024}
+            case Stats(image=str(name)):
+                return images.stats(name)
+            case List():
+                return images.describe_all()
+            case Shutdown(force=force):
+                used = images.in_use()
+                if used and not force:
+                    raise ConflictError(f"images are in use: {', '.join(sorted(used))}", hint="use force")
+                return None
+        raise InvalidInputError("op", "unknown")
+
+
+def _check_hello(request: AnyRequest) -> None:
+    if not isinstance(request, Hello):
+        raise InvalidInputError("op", "the first request must be hello")
+    if request.version != VERSION:
+        raise InvalidInputError(
+            "version", f"{request.version} is not spoken here", hint=f"this server speaks {VERSION}"
+        )
+
+
+async def _send(writer: asyncio.StreamWriter, reply: dict[str, Any]) -> None:
+    """The client may have gone; the work was done all the same."""
+    with contextlib.suppress(ConnectionError):
+        writer.write(frame(reply))
+        await writer.drain()
+
+
+def _lock(socket_path: Path) -> int:
+    """One server for one socket, also when one was killed and left its socket behind."""
+    socket_path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    fd = os.open(f"{socket_path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        raise ConflictError(f"{socket_path}: a block server runs there already") from None
+    return fd
+
+
+def _listen(socket_path: Path) -> socket.socket:
+    socket_path.unlink(missing_ok=True)
+    listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    mask = os.umask(0o177)
+    try:
+        listening.bind(str(socket_path))
+    finally:
+        os.umask(mask)
+    return listening
