@@ -28,7 +28,7 @@ struct envd {
 	struct metrics *metrics;      /* metrics.c */
 
 	char *token;            /* access token; NULL: none asked for */
-	char *default_user;     /* never NULL; "root" until /init says otherwise */
+	char *default_user;     /* never NULL; whom the agent runs as until /init says otherwise */
 	char *default_workdir;  /* absolute path, or NULL: the user's home */
 	json_t *env_vars;       /* object of strings: what /init gave last */
 	char *sandbox_id;       /* NULL until /init */

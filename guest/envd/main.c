@@ -16,6 +16,7 @@
 #include "envd.h"
 #include "http.h"
 #include "process.h"
+#include "users.h"
 
 enum { DEFAULT_PORT = 49983, WANTED_FILES = 65536 };
 
@@ -32,7 +33,7 @@ static void usage(FILE *out)
 		     "  --listen-port PORT      port to serve (49983; 0: any, printed on standard output)\n"
 		     "  --bind ADDRESS          address to serve (all)\n"
 		     "  --host-address ADDRESS  peers that may call /init and /dial (169.254.0.22, fd00:ae::22)\n"
-		     "  --default-user NAME     user of processes and files until /init names one (root)\n"
+		     "  --default-user NAME     user of processes and files until /init names one (our own)\n"
 		     "  --no-system             never set clock, host name, machine id and random pool\n");
 }
 
@@ -75,9 +76,14 @@ static void parse_options(int argc, char **argv, struct envd *envd, struct optio
 		{"no-system", no_argument, NULL, NO_SYSTEM}, {"version", no_argument, NULL, VERSION},
 		{"help", no_argument, NULL, HELP}, {NULL, 0, NULL, 0},
 	};
-	const char *user = "root";
+	char self[256];
+	const char *user = self;
 	int option;
 
+	if (geteuid() == 0)
+		strcpy(self, "root"); /* an image may have no /etc/passwd */
+	else
+		user_name(geteuid(), self, sizeof self);
 	while ((option = getopt_long(argc, argv, "", known, NULL)) != -1) {
 		switch (option) {
 		case PORT:

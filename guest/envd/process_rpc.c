@@ -188,6 +188,10 @@ static bool launch(struct rpc_call *call, const struct start *start, const struc
 	char cwd[PATH_MAX], **argv, **env;
 	int error = ENOMEM;
 
+	if (geteuid() != 0 && user->uid != geteuid()) {
+		rpc_fail(call, RPC_PERMISSION_DENIED, "the agent is not root and cannot become user '%s'", user->name);
+		return false;
+	}
 	if (!resolve_cwd(call, start, user, cwd))
 		return false;
 	argv = build_argv(start);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import getpass
 import hashlib
 import time
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 from tests.envd.client import CONNECT_JSON, JSON, Agent, Answer, frame, shell
 
+ME = getpass.getuser()
 UNAUTHORIZED = {
     "code": 401,
     "message": "unauthorized access, please provide a valid access token or method signing if supported",
@@ -86,21 +88,21 @@ def target(agent: Agent, tmp_path: Path) -> str:
 
 
 def test_signature_opens_its_path_only(agent: Agent, target: str) -> None:
-    signature = sign(target, "read", "root", "secret")
-    assert fetch(agent, path=target, username="root", signature=signature).body == b"old"
+    signature = sign(target, "read", ME, "secret")
+    assert fetch(agent, path=target, username=ME, signature=signature).body == b"old"
     for other in (
-        {"path": target + "2", "username": "root"}, {"path": target, "username": "daemon"}, {"path": target},
-        {"path": "/." + target, "username": "root"},
+        {"path": target + "2", "username": ME}, {"path": target, "username": "daemon"}, {"path": target},
+        {"path": "/." + target, "username": ME},
     ):  # fmt: skip
         answer = fetch(agent, signature=signature, **other)
         assert (answer.status, answer.json) == (401, {"code": 401, "message": "invalid signature"})
 
 
 def test_signature_opens_its_operation_only(agent: Agent, target: str) -> None:
-    read, write = (sign(target, operation, "root", "secret") for operation in ("read", "write"))
-    assert fetch(agent, "POST", path=target, username="root", signature=read).status == 401
-    assert fetch(agent, "GET", path=target, username="root", signature=write).status == 401
-    assert fetch(agent, "POST", path=target, username="root", signature=write).status == 200
+    read, write = (sign(target, operation, ME, "secret") for operation in ("read", "write"))
+    assert fetch(agent, "POST", path=target, username=ME, signature=read).status == 401
+    assert fetch(agent, "GET", path=target, username=ME, signature=write).status == 401
+    assert fetch(agent, "POST", path=target, username=ME, signature=write).status == 200
     assert Path(target).read_text() == "new"
 
 

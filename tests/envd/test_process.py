@@ -104,8 +104,8 @@ def test_environment(agent: Agent) -> None:
     assert env["E2B_SANDBOX"] == "true"
     assert env["E2B_SANDBOX_ID"] == "sbx"
     assert env["E2B_TEMPLATE_ID"] == "tpl"
-    assert env["HOME"] == "/root"
-    assert env["USER"] == env["LOGNAME"] == "root"
+    assert env["HOME"] == os.path.expanduser(f"~{getpass.getuser()}")
+    assert env["USER"] == env["LOGNAME"] == getpass.getuser()
     assert "PATH" in env
     assert set(env) <= {"FROM_INIT", "BOTH", "EMPTY", "QUOTED", "E2B_SANDBOX", "E2B_SANDBOX_ID", "E2B_TEMPLATE_ID",
                         "HOME", "USER", "LOGNAME", "PATH"}  # fmt: skip

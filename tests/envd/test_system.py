@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import os
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -106,6 +108,21 @@ def test_user_without_a_home(boxed: Callable[..., Agent]) -> None:
     assert agent.run("pwd", basic("user")).output["stdout"] == b"/\n"
     code, message = agent.start(shell("true", cwd="~"), basic("user")).error
     assert (code, message) == ("invalid_argument", "cwd '/home/none-of-that-name' does not exist")
+
+
+def test_agent_that_is_not_root_runs_processes_as_itself(envd_binary: Path, tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory() as open_folder:
+        os.chmod(open_folder, 0o755)
+        binary = shutil.copy(envd_binary, open_folder)
+        wrapper = tmp_path / "as-daemon"
+        wrapper.write_text(f'#!/bin/sh\nexec setpriv --reuid daemon --regid daemon --clear-groups {binary} "$@"\n')
+        wrapper.chmod(0o755)
+        agent = Agent(wrapper, stderr=tmp_path / "log")
+        assert agent.run("id -un", cwd="/").output["stdout"] == b"daemon\n"
+        assert agent.run("id -un", basic("daemon"), cwd="/").output["stdout"] == b"daemon\n"
+        code, message = agent.start(shell("true", cwd="/"), basic("root")).error
+        assert (code, "root" in message) == ("permission_denied", True)
+        agent.stop()
 
 
 def test_init_sets_the_system(boxed: Callable[..., Agent], tmp_path: Path) -> None:
