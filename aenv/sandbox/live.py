@@ -24,7 +24,8 @@ class Sandbox:
         self.record = record
         self.template = template
         self.running: Running | None = None
-        self.ending: asyncio.Task[None] | None = None  # the machine of a pause that just went away
+        self.former: Running | None = None  # the machine of the last pause, until it is gone: it holds the disk
+        self.ending: asyncio.Task[None] | None = None  # ends it
         self.timer: asyncio.TimerHandle | None = None
         self.lock = asyncio.Lock()
         self.doomed = False

@@ -323,7 +323,8 @@ class Manager:
             sandbox.running = None
             self._event(sandbox, Event.PAUSED, detail)
             # The capture is whole: the process can go after the answer. Whoever resumes waits for it.
-            sandbox.ending = self._own(self._end_machine(sandbox, running))
+            sandbox.former = running
+            sandbox.ending = self._own(self._end_former(sandbox))
 
     async def _unpause(self, sandbox: Sandbox, running: Running, target: Path) -> None:
         """A pause failed: the guest goes on, with fresh connections, unless its machine is dead."""
@@ -360,8 +361,11 @@ class Manager:
             target = self._machines.directory(sandbox.id) / PAUSE_NAME
             try:
                 if sandbox.ending is not None:
-                    await sandbox.ending  # the old process still holds the disk
+                    await asyncio.wait([sandbox.ending])
                     sandbox.ending = None
+                if sandbox.former is not None:  # the first attempt failed
+                    await self._machines.end(sandbox.former)
+                    sandbox.former = None
                 disk = self._machines.disk(sandbox.id, sandbox.template)
                 policy = egress_policy(sandbox.record.options.network)
                 if memory and sandbox.record.memory_kept:
@@ -498,19 +502,26 @@ class Manager:
         if running is not None:
             await self._end_machine(sandbox, running)
         if sandbox.ending is not None:
-            await sandbox.ending
+            await asyncio.wait([sandbox.ending])
+        await self._end_former(sandbox)
         await asyncio.to_thread(shutil.rmtree, self._machines.directory(sandbox.id), ignore_errors=True)
         self._store.delete(sandbox.id)
         self._sandboxes.pop(sandbox.id, None)
         self._metrics.forget(sandbox.id)
         self._logs.forget(sandbox.id)
 
-    async def _end_machine(self, sandbox: Sandbox, running: Running) -> None:
+    async def _end_former(self, sandbox: Sandbox) -> None:
+        if sandbox.former is not None and await self._end_machine(sandbox, sandbox.former):
+            sandbox.former = None
+
+    async def _end_machine(self, sandbox: Sandbox, running: Running) -> bool:
         """End a machine. What cannot be ended now holds up nobody: the next start of the daemon sweeps it."""
         try:
             await self._machines.end(running)
         except Exception:
             log.exception("the machine of sandbox %s could not be ended", sandbox.id)
+            return False
+        return True
 
     async def _recover(self, record: Record) -> None:
         """One record found at start."""
