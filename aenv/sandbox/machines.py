@@ -13,8 +13,10 @@ import socket
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from aenv.agent.client import Agent
-from aenv.errors import NotFoundError
+from aenv.agent.client import ENVD_PORT, Agent, identity
+from aenv.agent.process import Ended, Processes
+from aenv.errors import GuestError, NotFoundError
+from aenv.http.client import Connection
 from aenv.network.base import GUEST_MAC, Policy
 from aenv.network.pool import SlotPool
 from aenv.network.slot import Slot
@@ -27,18 +29,33 @@ from aenv.storage.overlay import create_overlay
 from aenv.storage.repository import Repository, Template
 from aenv.vmm.base import Disk, Nic, Vm, Vmm
 from aenv.vmm.pool import WarmPool
-from aenv.vmm.spawn import Process, processes_in
+from aenv.vmm.spawn import Process, processes_in, set_nice
 
 DISK_NAME = "disk.qcow2"
+WARM_PREFIX = "warm-"
+WARM_UP_NICE = 10
+WARM_UP_TIMEOUT = 30  # seconds
+REHEARSALS = 2
 CONNECT_TIMEOUT = 5.0  # seconds; a live guest answers or refuses within a millisecond
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What waits in the pool: a process with its RAM mapped, wired to a slot nobody has used."""
+    """A process with its RAM mapped, wired to a slot nobody has used. Any snapshot that is the template's memory or a
+    delta to it can be loaded into it."""
 
     vm: Vm
     slot: Slot
+
+
+@dataclass(frozen=True, slots=True)
+class Warmed:
+    """A machine restored from a template ahead of time, with a disk of its own, that has done once what every sandbox
+    does first, and was stopped again. Nobody has used it."""
+
+    vm: Vm
+    slot: Slot
+    folder: Path  # becomes the sandbox's directory
 
 
 def _future() -> asyncio.Future[None]:
@@ -79,8 +96,11 @@ class Machines:
         self._vmm = vmm
         self._slots = slots
         self._repository = repository
-        self._pool: WarmPool[str, Prepared] = WarmPool(
+        self._prepared: WarmPool[str, Prepared] = WarmPool(
             self._prepare, self._discard, size=pool, hot=hot, broken=_is_dead
+        )
+        self._warmed: WarmPool[str, Warmed] = WarmPool(
+            self._warm_up, self._discard_warmed, size=pool, hot=hot, broken=_is_dead
         )
 
     @property
@@ -94,31 +114,53 @@ class Machines:
     def directory(self, sandbox_id: str) -> Path:
         return self._home.sandboxes / sandbox_id
 
-    def new_disk(self, sandbox_id: str, template: Template) -> Disk:
-        """Make the sandbox's directory and its private, empty disk overlay."""
-        folder = self.directory(sandbox_id)
-        folder.mkdir(mode=0o711)
-        path = folder / DISK_NAME
-        create_overlay(path, template.disk, template.disk_size)
-        return Disk(path, "qcow2", backing=template.disk)
-
     def disk(self, sandbox_id: str, template: Template) -> Disk:
-        return Disk(self.directory(sandbox_id) / DISK_NAME, "qcow2", backing=template.disk)
+        return _disk(self.directory(sandbox_id), template)
 
-    def ready(self, template_id: str) -> int:
-        """How many machines of this template wait in the pool."""
-        return self._pool.count(template_id)
+    def ready(self, template_id: str) -> tuple[int, int]:
+        """How many machines of this template wait: warmed, and prepared."""
+        return self._warmed.count(template_id), self._prepared.count(template_id)
 
     async def warm(self, template_id: str) -> None:
-        """Begin to keep machines of this template ready."""
-        await self._pool.warm(template_id)
+        """Begin to keep machines ready from which sandboxes of this template start."""
+        await self._warmed.warm(template_id)
+
+    async def expect_resume(self, template_id: str) -> None:
+        """A sandbox of this template was paused: begin to keep machines ready into which its memory can be loaded."""
+        await self._prepared.warm(template_id)
+
+    async def start(self, template: Template, sandbox_id: str, policy: Policy) -> Running:
+        """A fresh machine for a new sandbox, with the sandbox's directory and a private, empty disk in it.
+
+        The machine is PAUSED. It was restored from the template's snapshot, ahead of time where one waits.
+        """
+        warmed = self._warmed.take_ready(template.id)
+        if warmed is None:
+            return await self.restore_template(template, sandbox_id, policy)
+        try:
+            if policy != Policy():
+                await warmed.slot.apply(policy)
+            set_nice(warmed.vm.pid, 0)
+            warmed.folder.rename(self.directory(sandbox_id))
+        except BaseException:
+            await self._discard_warmed(warmed)
+            raise
+        return Running(warmed.vm, warmed.slot, secrets.token_hex(8))
+
+    async def restore_template(
+        self, template: Template, sandbox_id: str, policy: Policy, *, pooled: bool = True
+    ) -> Running:
+        """`start` without a machine that was restored ahead; `pooled=False` starts a VMM although one waits."""
+        folder = self.directory(sandbox_id)
+        _make_disk(folder, template)
+        return await self.restore(template, _disk(folder, template), policy, pooled=pooled)
 
     async def restore(
         self, template: Template, disk: Disk, policy: Policy, paused: Path | None = None, *, pooled: bool = True
     ) -> Running:
         """Restore the template's snapshot, or the pause in directory `paused`, which is a delta to the same memory
-        image. The machine is PAUSED: its vCPUs have not run yet. `pooled=False` starts a VMM although one waits."""
-        prepared = await (self._pool.take(template.id) if pooled else self._prepare(template.id))
+        image. The machine is PAUSED: its vCPUs have not run yet."""
+        prepared = await (self._prepared.take(template.id) if pooled else self._prepare(template.id))
         try:
             if policy != Policy():
                 await prepared.slot.apply(policy)
@@ -209,6 +251,8 @@ class Machines:
                     continue
                 ended += 1
             shutil.rmtree(folder, ignore_errors=True)
+        for folder in self._home.staging.glob(f"{WARM_PREFIX}*"):
+            shutil.rmtree(folder, ignore_errors=True)
         return ended
 
     def folders(self) -> list[Path]:
@@ -217,10 +261,11 @@ class Machines:
 
     async def cool(self, template_id: str) -> None:
         """Stop keeping machines of this template ready."""
-        await self._pool.cool(template_id)
+        await self._warmed.cool(template_id)
+        await self._prepared.cool(template_id)
 
     async def close(self) -> None:
-        await self._pool.close()
+        await asyncio.gather(self._warmed.close(), self._prepared.close())
 
     async def _prepare(self, template_id: str) -> Prepared:
         template = self._repository.find(template_id)
@@ -242,6 +287,37 @@ class Machines:
             raise
         return Prepared(vm, slot)
 
+    async def _warm_up(self, template_id: str) -> Warmed:
+        """Restore the template and let the guest do once what every sandbox does first.
+
+        Under software emulation most of a guest's first answer and first command is translation of its code, which
+        this leaves behind in the VMM. It runs at low priority: nobody waits for it.
+        """
+        template = self._repository.find(template_id)
+        folder = self._home.staging / f"{WARM_PREFIX}{secrets.token_hex(6)}"
+        prepared = await self._prepare(template_id)
+        try:
+            set_nice(prepared.vm.pid, WARM_UP_NICE)
+            _make_disk(folder, template)
+            await restore(prepared.vm, state=template.state, disk=_disk(folder, template))
+            await prepared.vm.resume()
+            async with asyncio.timeout(WARM_UP_TIMEOUT):
+                await _rehearse(prepared.slot, template)
+            await prepared.vm.pause()
+        except BaseException as error:
+            await self._discard(prepared)
+            shutil.rmtree(folder, ignore_errors=True)
+            if isinstance(error, TimeoutError):
+                raise GuestError(f"a guest of template {template.title} took over {WARM_UP_TIMEOUT} s") from error
+            raise
+        return Warmed(prepared.vm, prepared.slot, folder)
+
+    async def _discard_warmed(self, warmed: Warmed) -> None:
+        try:
+            await self._discard(Prepared(warmed.vm, warmed.slot))
+        finally:
+            shutil.rmtree(warmed.folder, ignore_errors=True)
+
     async def _discard(self, prepared: Prepared) -> None:
         try:
             await prepared.vm.kill()
@@ -252,5 +328,46 @@ class Machines:
         return self._home.run / f"vm-{secrets.token_hex(6)}"
 
 
-def _is_dead(prepared: Prepared) -> bool:
-    return prepared.vm.exited.done()
+def _is_dead(item: Prepared | Warmed) -> bool:
+    return item.vm.exited.done()
+
+
+def _disk(folder: Path, template: Template) -> Disk:
+    return Disk(folder / DISK_NAME, "qcow2", backing=template.disk)
+
+
+def _make_disk(folder: Path, template: Template) -> None:
+    """A directory with an empty disk over the template's."""
+    folder.mkdir(mode=0o711)
+    try:
+        create_overlay(folder / DISK_NAME, template.disk, template.disk_size)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+async def _rehearse(slot: Slot, template: Template) -> None:
+    """Initialise the agent and run a command, as for a sandbox that nobody will get to see."""
+
+    async def connect(port: int) -> socket.socket:
+        return await slot.connect(port, CONNECT_TIMEOUT)
+
+    async def dial() -> Connection:
+        return await Connection.open(await connect(ENVD_PORT))
+
+    context = template.manifest.context
+    for _ in range(REHEARSALS):
+        body = identity(
+            "rehearsal",
+            template.id,
+            token=None,
+            env=context.env,
+            user=context.user,
+            workdir=context.workdir or "",
+            incarnation="rehearsal",
+            machine_id=secrets.token_hex(16),
+        )
+        await Agent(connect, None).init(body)
+        async for event in Processes(dial, {"Host": "guest"}).start("/bin/bash", ["-l", "-c", "true"]):
+            if isinstance(event, Ended) and event.exit_code != 0:
+                raise GuestError(f"a command of a fresh guest ended with {event.status}")

@@ -277,9 +277,8 @@ class Manager:
     async def _create(self, sandbox: Sandbox) -> SandboxInfo:
         async with sandbox.lock:
             try:
-                disk = self._machines.new_disk(sandbox.id, sandbox.template)
                 policy = egress_policy(sandbox.record.options.network)
-                running = await self._machines.restore(sandbox.template, disk, policy)
+                running = await self._machines.start(sandbox.template, sandbox.id, policy)
                 await self._bring_up(sandbox, running, (SandboxState.STARTING,), sandbox.record.options.timeout)
             except BaseException as error:
                 await self._forget(sandbox)
@@ -325,6 +324,7 @@ class Manager:
             # The capture is whole: the process can go after the answer. Whoever resumes waits for it.
             sandbox.former = running
             sandbox.ending = self._own(self._end_former(sandbox))
+            await self._machines.expect_resume(sandbox.template.id)
 
     async def _unpause(self, sandbox: Sandbox, running: Running, target: Path) -> None:
         """A pause failed: the guest goes on, with fresh connections, unless its machine is dead."""

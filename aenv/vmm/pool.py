@@ -63,6 +63,18 @@ class WarmPool(Generic[K, T]):
     async def take(self, key: K) -> T:
         """A ready item, else the one that is just being made, else a new one. Raises what `make` raises, and
         ConflictError when the pool is closed."""
+        item = self.take_ready(key)
+        if item is not None:
+            return item
+        try:
+            if self._making == key and self._refill is not None and self._claim is None:
+                return await self._join_refill()
+            return await self._make(key)
+        finally:
+            self._schedule()
+
+    def take_ready(self, key: K) -> T | None:
+        """A ready item, or None: for a caller who knows a quicker way than to wait for a new one."""
         if self._closed:
             raise ConflictError("the pool is closed")
         self._use(key)
@@ -73,9 +85,7 @@ class WarmPool(Generic[K, T]):
                 if not self._broken(item):
                     return item
                 self._drop(item)
-            if self._making == key and self._refill is not None and self._claim is None:
-                return await self._join_refill()
-            return await self._make(key)
+            return None
         finally:
             self._schedule()
 

@@ -103,6 +103,14 @@ def processes_in(directory: Path) -> list[tuple[int, int]]:
     return found
 
 
+def set_nice(pid: int, value: int) -> None:
+    """Set the nice value of every thread of a process (Linux keeps one per thread). No-op when it has ended."""
+    with suppress(FileNotFoundError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with suppress(ProcessLookupError):
+                os.setpriority(os.PRIO_PROCESS, int(thread), value)
+
+
 def exit_reason(status: int | None) -> str:
     """An exit status in words."""
     if status is None:

@@ -214,6 +214,12 @@ class FakeMachines:
     async def warm(self, template_id: str) -> None:
         self.warmed.append(template_id)
 
+    async def expect_resume(self, template_id: str) -> None:
+        self.warmed.append(template_id)
+
+    async def start(self, template: Template, sandbox_id: str, policy: Policy) -> Running:
+        return await self.restore(template, self.new_disk(sandbox_id, template), policy)
+
     async def cool(self, template_id: str) -> None:
         await self.host.step("cool")
 
