@@ -23,6 +23,7 @@ COMMANDS = {
     "resume": "aenv.cli.sandbox",
     "rm": "aenv.cli.sandbox",
     "template": "aenv.cli.template",
+    "image": "aenv.cli.image",
     "kernel": "aenv.cli.kernel",
     "dev-cert": "aenv.cli.dev_cert",
     "doctor": "aenv.cli.doctor",
