@@ -198,6 +198,7 @@ class Manager:
         sandbox = self._running(sandbox_id)
         self._check_timeout("timeout", timeout, low=0)
         self._set_end(sandbox, now() + timeout)
+        self._event(sandbox, Event.UPDATED, f"time-out in {timeout} s")
 
     async def refresh(self, sandbox_id: str, duration: int) -> None:
         sandbox = self._running(sandbox_id)

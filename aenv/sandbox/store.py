@@ -7,6 +7,7 @@ may take back the last commits, but then the VMs they speak of are gone too.
 
 from __future__ import annotations
 
+import os
 import sqlite3
 import time
 from collections.abc import Iterable
@@ -60,9 +61,15 @@ class Store:
     def __init__(self, path: Path) -> None:
         self._path = path
         try:
+            # Private before SQLite sees it: records hold environment variables. SQLite's other files copy the mode.
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                os.fchmod(fd, 0o600)
+            finally:
+                os.close(fd)
             self._db = sqlite3.connect(path, isolation_level=None)
             self._prepare()
-        except sqlite3.Error as error:
+        except (sqlite3.Error, OSError) as error:
             raise UnavailableError(
                 f"{path} cannot be used: {error}", hint="restore a backup of it, or move it away"
             ) from error

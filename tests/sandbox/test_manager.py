@@ -683,7 +683,43 @@ def test_the_limit_counts_what_runs(tmp_path: Path) -> None:
     run(world, scenario)
 
 
-# Metrics
+# What is observed
+
+
+def test_the_log_tells_the_life_of_a_sandbox(world: World) -> None:
+    async def scenario(manager: Manager) -> None:
+        info = await manager.create(BASE)
+        await manager.pause(info.id)
+        await manager.connect(info.id, 300)
+        await manager.set_timeout(info.id, 100)
+        await manager.set_network(info.id, NetworkOptions())
+        world.host.fail["capture"] = VmmError("no")
+        with pytest.raises(VmmError):
+            await manager.pause(info.id)
+        world.host.fail.clear()
+        entries = await manager.logs(info.id, LogQuery())
+        assert [e.fields["event"] for e in entries] == ["created", "paused", "resumed", "updated", "updated"]
+        await manager.kill(info.id)
+        with pytest.raises(NotFoundError):
+            await manager.logs(info.id, LogQuery())
+        assert manager._logs._rings == {}
+
+    run(world, scenario)
+
+
+def test_metrics_are_sampled_while_it_runs(world: World) -> None:
+    async def scenario(manager: Manager) -> None:
+        info = await manager.create(BASE)
+        world.host.metrics = dict(doubles.METRICS, mem_used=77)
+        await manager._sample_one(manager._sandboxes[info.id])
+        point = (await manager.metrics(info.id, None, None))[-1]
+        assert (point.mem_used, point.mem_total, point.cpu_used_pct) == (77, 100, 1.5)
+        await manager.pause(info.id)
+        before = await manager.metrics(info.id, None, None)
+        await manager._sample_one(manager._sandboxes[info.id])
+        assert await manager.metrics(info.id, None, None) == before
+
+    run(world, scenario)
 
 
 HOSTILE_METRICS: list[dict[str, Any]] = [

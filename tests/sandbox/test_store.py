@@ -157,6 +157,19 @@ def test_ids_are_unique_and_delete_is_final(store: Store, path: Path) -> None:
     assert reload(store, path) == []
 
 
+@pytest.mark.parametrize("there_before", [False, True])
+def test_records_are_private(path: Path, there_before: bool) -> None:
+    if there_before:
+        path.touch(0o644)
+        path.chmod(0o644)
+    store = Store(path)
+    store.insert(record())
+    assert {p.name: p.stat().st_mode & 0o777 for p in path.parent.iterdir()} == {
+        "aenv.db": 0o600, "aenv.db-wal": 0o600, "aenv.db-shm": 0o600,
+    }  # fmt: skip
+    store.close()
+
+
 def test_another_schema_version_is_refused_with_a_hint(path: Path) -> None:
     Store(path).close()
     with sqlite3.connect(path) as db:
@@ -169,7 +182,12 @@ def test_another_schema_version_is_refused_with_a_hint(path: Path) -> None:
 
 
 def test_what_is_no_data_base_is_refused(path: Path) -> None:
-    path.write_bytes(b"this is not a data base" * 100)
+    for make in (lambda: path.write_bytes(b"this is not a data base" * 100), lambda: (path.unlink(), path.mkdir())):
+        make()
+        refused(path)
+
+
+def refused(path: Path) -> None:
     with pytest.raises(AenvError, match=r"aenv\.db"):
         Store(path)
 
