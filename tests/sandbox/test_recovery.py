@@ -144,14 +144,22 @@ def test_hung_guests_hold_up_the_start_once_and_not_each(tmp_path: Path) -> None
             for _ in range(6):
                 await manager.create(BASE)
         silent = set(sorted(world.host.alive)[:5])
+        waiting: set[int] = set()
+        all_wait = asyncio.Event()
 
         async def some(slot: FakeSlot, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await (doubles.silent if slot.index in silent else doubles.healthy)(slot, reader, writer)
+            if slot.index not in silent:
+                await doubles.healthy(slot, reader, writer)
+                return
+            waiting.add(slot.index)
+            if waiting == silent and silent <= set(world.host.alive):
+                all_wait.set()  # none of them has been given up yet
+            await doubles.silent(slot, reader, writer)
 
         world.host.guest = some
-        async with asyncio.timeout(4):
-            async with world.daemon() as manager:
-                assert len(await manager.sandboxes()) == 1
+        async with world.daemon() as manager:
+            assert len(await manager.sandboxes()) == 1
+        assert all_wait.is_set()
 
     asyncio.run(main())
 

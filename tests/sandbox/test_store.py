@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aenv.errors import AenvError, ConflictError, NotFoundError
@@ -100,6 +100,7 @@ every_options = st.builds(
 )
 
 
+@settings(deadline=None)
 @given(every_options)
 def test_all_options_survive_the_way_through_json(options: CreateOptions) -> None:
     back = msgspec.json.decode(msgspec.json.encode(record(options=options)), type=Record)
