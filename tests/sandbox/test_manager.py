@@ -862,6 +862,32 @@ def test_a_timer_that_fires_while_the_daemon_stops_costs_no_sandbox(world: World
     asyncio.run(main())
 
 
+def test_an_automatic_pause_that_is_first_when_the_daemon_stops_costs_no_sandbox(world: World) -> None:
+    async def main() -> None:
+        async with world.daemon() as manager:
+            await manager.create(BASE)
+            slow = await manager.create(options(on_timeout=OnTimeout.PAUSE, pause_memory=False))
+            await settled(manager)
+            world.host.hold = {"capture": asyncio.Event(), "answer": asyncio.Event()}
+            closing = asyncio.create_task(manager.close())
+            await world.host.until("capture")
+            world.host.reached.clear()
+            manager._expire(manager._sandboxes[slow.id])
+            await world.host.until("answer")  # it asks for the guest's health, and is still running
+            world.host.hold["capture"].set()
+            await until(lambda: waiting(manager, slow.id) == 1)
+            world.host.hold["answer"].set()
+            await closing
+            assert manager._sandboxes[slow.id].state is SandboxState.PAUSED
+
+    asyncio.run(main())
+
+
+def waiting(manager: Manager, sandbox_id: str) -> int:
+    """How many operations wait for a sandbox's lock."""
+    return len(manager._sandboxes[sandbox_id].lock._waiters or ())
+
+
 @pytest.mark.parametrize("error", [VmmError("no"), OSError(28, "No space left on device")])
 def test_a_pause_that_fails_at_the_stop_ends_that_sandbox_only(world: World, error: Exception) -> None:
     async def main() -> None:
