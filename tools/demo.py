@@ -66,7 +66,18 @@ def main() -> int:
         say("base template: kernel, root file system, one boot, one snapshot (minutes the first time)")
         subprocess.run([*as_root(), AENV, "--home", home, "template", "build", "base"], check=True, stdout=sys.stderr)
         say("daemon")
-        command = [*as_root(), AENV, "--home", home, "serve", "--listen", "127.0.0.1:0", "--json"]
+        command = [
+            *as_root(),
+            AENV,
+            "--home",
+            home,
+            "serve",
+            "--listen",
+            "127.0.0.1:0",
+            "--json",
+            "--log-level",
+            "warning",
+        ]
         daemon = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         where = wait_for_daemon(daemon)
         say(f"examples/quickstart.py with the E2B SDK at {where['url']} ({where['vmm']})")

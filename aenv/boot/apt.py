@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 from aenv.errors import NotFoundError, UnavailableError
+from aenv.vmm.spawn import exit_reason, run_sync
 
 Progress = Callable[[str], None]
+TIMEOUT = 1800  # seconds; a kernel package over a slow line
 _TOOLS = ("apt-cache", "apt-get", "dpkg", "dpkg-deb")
 
 
@@ -78,14 +79,12 @@ class Apt:
 
     def _run(self, *command: str, cwd: Path | None = None, hint: str | None = None) -> str:
         environment = {**os.environ, "LC_ALL": "C", "DEBIAN_FRONTEND": "noninteractive"}
-        result = subprocess.run(
-            command, cwd=cwd, env=environment, capture_output=True, text=True, errors="replace", check=False,
-            stdin=subprocess.DEVNULL,
-        )  # fmt: skip
-        if result.returncode == 0:
-            return result.stdout
-        lines = [line for line in result.stderr.splitlines() if line.strip() and not line.startswith("W:")]
-        reason = lines[-1].strip() if lines else f"exit status {result.returncode}"
-        if "No space left on device" in result.stderr:
+        result = run_sync(command, cwd=cwd, env=environment, timeout=TIMEOUT, check=False)
+        if result.status == 0:
+            return result.stdout.decode(errors="replace")
+        said = result.stderr.decode(errors="replace")
+        lines = [line for line in said.splitlines() if line.strip() and not line.startswith("W:")]
+        reason = lines[-1].strip() if lines else exit_reason(result.status)
+        if "No space left on device" in said:
             hint = "free some disk space"
         raise UnavailableError(f"{' '.join(command[:3])} failed: {reason}", hint=hint)

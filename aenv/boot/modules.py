@@ -11,12 +11,12 @@ import gzip
 import lzma
 import shutil
 import struct
-import subprocess
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from aenv.errors import InvalidInputError, NotFoundError, UnavailableError
+from aenv.vmm.spawn import run_sync
 
 SUFFIXES = (".ko", ".ko.xz", ".ko.zst", ".ko.gz")
 
@@ -98,8 +98,8 @@ def decompress_with(tool: str, data: bytes, what: str) -> bytes:
     when the data are broken."""
     if shutil.which(tool) is None:
         raise UnavailableError(f"{what} is {tool}-compressed and there is no {tool}", hint=f"apt-get install {tool}")
-    result = subprocess.run([tool, "-dcq"], input=data, capture_output=True, check=False)
-    if result.returncode != 0:
+    result = run_sync([tool, "-dcq"], input=data, check=False)
+    if result.status != 0:
         reason = result.stderr.decode(errors="replace").strip()
         raise InvalidInputError(what, f"cannot be decompressed: {reason}")
     return result.stdout

@@ -51,7 +51,7 @@ def build(ctx: click.Context, name: str, vcpus: int, memory: int, disk: int, for
     except NotFoundError:
         found = None
     if found is None or force:
-        found = uvloop.run(_build(config, home, repository, name, Sizes(vcpus, memory, disk)))
+        found = _build(config, home, repository, name, Sizes(vcpus, memory, disk))
         say(f"template {name} is {found.id}")
     else:
         say(f"template {name} is there already: {found.id}")
@@ -59,10 +59,10 @@ def build(ctx: click.Context, name: str, vcpus: int, memory: int, disk: int, for
         print_json(_as_dict(found))
 
 
-async def _build(config: Config, home: Home, repository: Repository, name: str, sizes: Sizes) -> Template:
-    vmm = await select_vmm(config["vmm.kind"], home.cache)
+def _build(config: Config, home: Home, repository: Repository, name: str, sizes: Sizes) -> Template:
+    vmm = uvloop.run(select_vmm(config["vmm.kind"], home.cache))
     builder = Builder(home, vmm, repository, say, boot_timeout=config["agent.timeout"])
-    return await builder.base(name, sizes)
+    return builder.base(name, sizes)
 
 
 @template_command.command("ls")

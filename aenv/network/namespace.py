@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import hashlib
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -31,11 +30,6 @@ _TAG_DIGITS = 6
 
 # PyDLL keeps the GIL: setns takes microseconds, and giving the GIL away could stretch a hop by a switch interval.
 _libc = ctypes.PyDLL(None, use_errno=True)
-
-
-def home_tag(home: Path) -> str:
-    """Six hex digits that tell the namespaces of one daemon from those of another on the same machine."""
-    return hashlib.sha256(os.fsencode(home.absolute())).hexdigest()[:_TAG_DIGITS]
 
 
 def namespace_name(tag: str, index: int) -> str:

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import uvloop
+
 from aenv.agent.client import ENVD_PORT, Agent, identity
 from aenv.agent.process import Ended, Processes
 from aenv.boot.cmdline import kernel_cmdline
@@ -71,24 +73,20 @@ class Builder:
         self._progress = progress
         self._boot_timeout = boot_timeout
 
-    async def base(self, name: str, sizes: Sizes) -> Template:
-        """The Debian base template. Leaves nothing behind when it fails."""
+    def base(self, name: str, sizes: Sizes) -> Template:
+        """The Debian base template. Blocks for minutes; leaves nothing behind when it fails or is interrupted."""
         staged = self._home.staging / f"build-{secrets.token_hex(6)}"
         staged.mkdir(mode=0o700)
         try:
             self._progress("kernel")
-            kernel = await asyncio.to_thread(ensure_kernel, self._home.cache, self._progress)
+            kernel = ensure_kernel(self._home.cache, self._progress)
             guest = importlib.resources.files("aenv._guest")
-            initrd = await asyncio.to_thread(
-                build_initramfs, kernel, Path(str(guest / "init")), Path(str(guest / "envd")), self._home.cache
-            )
+            initrd = build_initramfs(kernel, Path(str(guest / "init")), Path(str(guest / "envd")), self._home.cache)
             self._progress("root file system")
             disk = staged / DISK_NAME
-            await asyncio.to_thread(
-                build_rootfs, disk, self._home.cache / "rootfs", self._progress, disk_mib=sizes.disk_mib
-            )
+            build_rootfs(disk, self._home.cache / "rootfs", self._progress, disk_mib=sizes.disk_mib)
             machine = Machine(sizes.vcpus, sizes.memory_mib, kernel.boot_image, initrd, kernel_cmdline(self._vmm.kind))
-            await self._boot_and_capture(machine, disk, staged)
+            uvloop.run(self._boot_and_capture(machine, disk, staged))
             manifest = Manifest(
                 id=new_template_id(),
                 build_id=str(uuid.uuid4()),

@@ -11,7 +11,7 @@ import json
 import os
 import re
 import shutil
-import subprocess
+import signal
 import tempfile
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -20,6 +20,7 @@ from pathlib import Path
 
 from aenv.boot.lock import build_lock
 from aenv.errors import InvalidInputError, UnavailableError
+from aenv.vmm.spawn import start
 
 Progress = Callable[[str], None]
 
@@ -213,29 +214,33 @@ def _run(command: Sequence[str], *, give: str = "", progress: Progress | None = 
     UnavailableError with its last words."""
     environment = {"PATH": os.environ.get("PATH", os.defpath), "LC_ALL": "C.UTF-8"}
     environment |= {k: v for k, v in os.environ.items() if k.lower() in ("http_proxy", "https_proxy", "no_proxy")}
+    last: deque[str] = deque(maxlen=5)
     with tempfile.TemporaryFile("w+") as given, tempfile.TemporaryFile("w+") as output:
         given.write(give)
         given.seek(0)
-        process = subprocess.Popen(
-            command, stdin=given, stdout=output, stderr=subprocess.PIPE, text=True, errors="replace", env=environment
-        )
-        assert process.stderr is not None
-        last: deque[str] = deque(maxlen=5)
-        try:
-            for line in process.stderr:
-                if line.strip():
-                    last.append(line.strip())
-                    if progress is not None and line.startswith("I: "):
-                        progress(line[3:].strip())
-        except BaseException:
-            process.terminate()  # mmdebstrap unmounts what it has mounted
-            raise
-        finally:
-            process.wait()
-            process.stderr.close()
-        if process.returncode == 0:
+        reader, writer = os.pipe()
+        with open(reader, encoding="utf-8", errors="replace") as lines:
+            try:
+                pid, pidfd = start(
+                    command, fds={0: given.fileno(), 1: output.fileno(), 2: writer}, env=environment, no_new_privs=False
+                )
+            finally:
+                os.close(writer)
+            try:
+                for line in lines:
+                    if line.strip():
+                        last.append(line.strip())
+                        if progress is not None and line.startswith("I: "):
+                            progress(line[3:].strip())
+            except BaseException:
+                signal.pidfd_send_signal(pidfd, signal.SIGTERM)  # mmdebstrap unmounts what it has mounted
+                raise
+            finally:
+                result = os.waitid(os.P_PID, pid, os.WEXITED)
+                os.close(pidfd)
+        if result is not None and (result.si_code, result.si_status) == (os.CLD_EXITED, 0):
             output.seek(0)
             return output.read()
-    words = " / ".join(last) or f"exit status {process.returncode}"
+    words = " / ".join(last) or "it did not say why"
     hint = "free some disk space" if "No space left" in words else None
     raise UnavailableError(f"{command[0]} failed: {words}", hint=hint)

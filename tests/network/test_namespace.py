@@ -155,9 +155,3 @@ def test_failed_create_leaves_nothing(tag: str, failing: str, monkeypatch: pytes
         namespace.create(namespace.namespace_name(tag, 1))
     assert namespace.list_indices(tag) == []
     assert _current() == before
-
-
-def test_home_tag_depends_on_the_home() -> None:
-    tags = {namespace.home_tag(Path(p)) for p in ("/var/lib/aenv", "/tmp/a", "/tmp/b")}
-    assert len(tags) == 3
-    assert all(len(t) == 6 for t in tags)

@@ -482,7 +482,9 @@ def test_bridge_holds_the_sender_back() -> None:
         raw.writer.write(bytes(120_000_000))
         for _ in range(20):
             await asyncio.sleep(0.01)
-        assert raw.writer.transport.get_write_buffer_size() > 20_000_000  # nobody reads the echo; the rest fills sockets
+        assert (
+            raw.writer.transport.get_write_buffer_size() > 20_000_000
+        )  # nobody reads the echo; the rest fills sockets
         got = 0
         while got < 120_000_000:
             got += len(await raw.reader.read(1 << 20))
