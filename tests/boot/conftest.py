@@ -35,6 +35,7 @@ from aenv.network.base import (
 )
 from aenv.template.rootfs import make_image
 from aenv.vmm.base import VmmKind
+from tests.leftovers import CLAIMS
 
 ROOT = Path(__file__).parents[2]
 PORT = 49983
@@ -174,7 +175,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 @contextlib.contextmanager
 def _network() -> Iterator[tuple[int, int]]:
     """A closed namespace with the host's end of the tap. Gives descriptors of the namespace and of the tap."""
-    name = f"aenv-test-{secrets.token_hex(4)}"
+    name = f"aenv-test-{CLAIMS.mark(secrets.token_hex(4))}"
 
     def ip(*words: str) -> None:
         subprocess.run(["ip", "-n", name, *words], check=True)

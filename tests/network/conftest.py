@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import uvloop
 from pyroute2 import IPRoute
 
 from aenv.network import namespace
@@ -32,6 +33,7 @@ from aenv.network.base import (
 )
 from aenv.network.slot import Slot, _attach, _open_tun
 from aenv.network.uplink import write_sysctl
+from tests.leftovers import CLAIMS
 
 PUBLIC, PUBLIC2, PUBLIC6, PUBLIC6B = "198.51.100.7", "203.0.113.9", "2001:db8::7", "2001:db8:1::9"
 RESOLVER = "8.8.8.8"
@@ -52,7 +54,7 @@ class Internet:
     """
 
     def __init__(self) -> None:
-        mark = secrets.token_hex(3)
+        mark = CLAIMS.mark(secrets.token_hex(3))
         self.uplink, self.outside = f"test-up-{mark}", f"test-net-{mark}"
         self._stack = contextlib.ExitStack()
         for name in (self.uplink, self.outside):
@@ -159,7 +161,7 @@ class Guest:
     """
 
     def __init__(self, slot: Slot) -> None:
-        self.name = f"test-guest-{secrets.token_hex(3)}"
+        self.name = f"test-guest-{CLAIMS.mark(secrets.token_hex(3))}"
         namespace.create(self.name)
         self.handle = namespace.open_handle(self.name)
         self._tap = slot.tap_fd()
@@ -243,12 +245,13 @@ class Guest:
 @pytest.fixture
 def tag() -> str:
     """A home tag of this test's own."""
-    return secrets.token_hex(3)
+    return CLAIMS.mark(secrets.token_hex(3))
 
 
 @pytest.fixture(autouse=True)
 def nothing_left(tag: str) -> Iterator[None]:
     """After a test nothing of it is left: names, devices, tables, descriptors, threads."""
+    uvloop.new_event_loop().close()  # the first one in a process makes a pipe that stays
     descriptors, threads = set(os.listdir("/proc/self/fd")), set(threading.enumerate())
     yield
     gc.collect()

@@ -20,6 +20,7 @@ from aenv.network.nft import Nft
 from aenv.network.pool import SlotPool
 from aenv.network.slot import Slot
 from aenv.network.uplink import MAX_SLOTS, UplinkSide, device_name, max_index, read_sysctl
+from tests.leftovers import CLAIMS
 from tests.network.conftest import FORBIDDEN, PORT, PUBLIC, PUBLIC6, Guest, Internet
 
 pytestmark = pytest.mark.root
@@ -200,7 +201,7 @@ def test_bad_transit_range(tag: str, transit: str) -> None:
 
 def test_two_daemons_share_an_uplink(internet: Internet, tag: str) -> None:
     """Also when their tags hash to the same block, and while the first has no slot yet."""
-    other = f"{(int(tag, 16) + 16) % (1 << 24):06x}"
+    other = CLAIMS.mark(f"{(int(tag, 16) + 16) % (1 << 24):06x}")
     uplink = Uplink.parse(f"netns:{internet.uplink}")
 
     async def main() -> None:
