@@ -6,6 +6,9 @@ from libc.stdint cimport uint32_t, uint64_t
 from libc.string cimport memcpy
 
 import os
+import time
+from array import array
+from math import gcd
 from typing import NamedTuple
 
 from aenv.errors import AenvError, ConflictError, InvalidInputError, NotFoundError, UnavailableError
@@ -585,14 +588,13 @@ cdef class Image:
 
 def lookup_nanoseconds(size_t segments, size_t rounds, uint64_t seed=1):
     """Mean time of one search in an index of so many segments, for `aenv bench blocks`."""
-    import time
-    cdef segment *array = segments_alloc(segments)
-    if array is NULL:
+    cdef segment *made = segments_alloc(segments)
+    if made is NULL:
         raise MemoryError
     cdef size_t i, total = 0
     for i in range(segments):
-        array[i] = seg_make(16 * i, 8, 8 + 8 * i, False, 0)
-    cdef index *built = index_new(array, segments)
+        made[i] = seg_make(16 * i, 8, 8 + 8 * i, False, 0)
+    cdef index *built = index_new(made, segments)
     if built is NULL:
         raise MemoryError
     cdef uint64_t state = seed | 1, span = 16 * segments
@@ -605,3 +607,65 @@ def lookup_nanoseconds(size_t segments, size_t rounds, uint64_t seed=1):
     elapsed = time.perf_counter_ns() - start
     index_unref(built)
     return elapsed / rounds
+
+
+cdef extern from *:
+    """
+    #include <time.h>
+    #include <unistd.h>
+    static uint64_t now_ns(void)
+    {
+        struct timespec t;
+        clock_gettime(CLOCK_MONOTONIC, &t);
+        return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
+    }
+    static void touch(const void *page) { (void)*(const volatile unsigned char *)page; }
+    """
+    uint64_t now_ns() nogil
+    void touch(const void *page) nogil
+    ssize_t pread(int fd, void *buffer, size_t length, uint64_t offset) nogil
+
+
+def time_reads(Image image, int fd, uint64_t size, size_t length, size_t rounds, uint64_t seed=1):
+    """Nanoseconds of each of `rounds` random reads of an image, or of the file `fd` if `image` is None."""
+    cdef bytes data = PyBytes_FromStringAndSize(NULL, length)
+    cdef char *buffer = PyBytes_AS_STRING(data)
+    cdef uint64_t[::1] times = array("Q", bytes(8 * rounds))
+    cdef uint64_t state = seed | 1, start, offset, places = size // length
+    cdef size_t i
+    cdef int rc = 0
+    with nogil:
+        for i in range(rounds):
+            state = state * 6364136223846793005ULL + 1442695040888963407ULL
+            offset = (state >> 20) % places * length
+            start = now_ns()
+            if image is not None:
+                rc = image_read(image._image, buffer, length, offset)
+            elif pread(fd, buffer, length, offset) != <ssize_t>length:
+                rc = -5
+            times[i] = now_ns() - start
+            if rc:
+                break
+    check_io(rc, "read")
+    return times.base
+
+
+def time_faults(region, size_t rounds, uint64_t seed=1):
+    """Nanoseconds of the first touch of each of `rounds` pages of a mapping, in a random order."""
+    cdef const unsigned char[::1] view = region
+    cdef uint64_t pages = view.shape[0] // 4096, state = seed | 1, start
+    cdef uint64_t[::1] times = array("Q", bytes(8 * rounds))
+    cdef size_t i
+    if rounds > pages:
+        raise InvalidInputError("rounds", f"{rounds} of {pages} pages")
+    # A step that has no factor in common with the number of pages comes to each page once.
+    cdef uint64_t step = (pages * 5 // 8) | 1, at = state % pages
+    while gcd(step, pages) != 1:
+        step += 2
+    with nogil:
+        for i in range(rounds):
+            at = (at + step) % pages
+            start = now_ns()
+            touch(&view[at * 4096])
+            times[i] = now_ns() - start
+    return times.base

@@ -15,7 +15,7 @@ from aenv.cli.output import json_option, print_table, say, wants_json
 from aenv.config import load
 from aenv.errors import UnavailableError
 
-BENCHES = ("resume",)
+BENCHES = ("resume", "blocks")
 
 
 @click.command("bench")
@@ -28,8 +28,9 @@ def bench_command(ctx: click.Context, name: str, rounds: int, as_json: bool) -> 
 
     \b
     resume   from "give me a sandbox" to: A the VM runs, B its agent is initialised, C a first command has ended
+    blocks   the block server: engine against pread, FUSE files against a raw file, restack, index, memory
 
-    Starts a daemon of its own on the given home, which must have the template `base` and no other daemon.
+    `resume` starts a daemon of its own on the given home, which must have the template `base` and no other daemon.
     """
     # The measurements live beside the package, in the source tree: they are no part of what is installed.
     root = Path(__file__).parents[2]
@@ -43,7 +44,7 @@ def bench_command(ctx: click.Context, name: str, rounds: int, as_json: bool) -> 
         click.echo(json.dumps(result))
         return
     click.echo("  ".join(f"{k}={v}" for k, v in result["host"].items()))
-    names = [k for k in result["rows"][0] if k not in ("bench", "samples_ms")]
+    names = list(dict.fromkeys(k for r in result["rows"] for k in r if k != "samples_ms"))
     print_table(
         [n.replace("_", " ").upper() for n in names], [[r.get(n, "") for n in names] for r in result["rows"]], ""
     )
