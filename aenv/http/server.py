@@ -10,6 +10,7 @@ import asyncio
 import logging
 import socket
 import ssl as tls
+import struct
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from enum import Enum
@@ -342,16 +343,14 @@ class _Connection(asyncio.Protocol):
                 finally:
                     await _close_iterator(response)
                 request = await self._next_in_line()
-        except ClientDisconnectedError:
-            self._transport.abort()
-        except asyncio.CancelledError:
-            self._transport.abort()
+        except (ClientDisconnectedError, asyncio.CancelledError):
+            self._break_off()
         except AenvError as error:
             log.info("answer to %s broke off: %s", self._peer, error)
-            self._transport.abort()
+            self._break_off()
         except Exception:
             log.exception("answer to %s broke off", self._peer)
-            self._transport.abort()
+            self._break_off()
         finally:
             self._task = None
 
@@ -419,6 +418,12 @@ class _Connection(asyncio.Protocol):
             self._transport.write_eof()
         self._read_held = 1
         self._release_reading(1)
+
+    def _break_off(self) -> None:
+        """End in the middle of an answer, by a reset. An orderly end of the connection would say that nothing went
+        wrong below HTTP, and the E2B SDKs look whether a sandbox is gone only when something did."""
+        reset_on_close(self._transport)
+        self._transport.abort()
 
     def _client_gone(self) -> None:
         if self._request is not None:
@@ -543,6 +548,13 @@ class _Connection(asyncio.Protocol):
             stream.close()
             self._state = _State.CLOSED
             self._forget()
+
+
+def reset_on_close(transport: asyncio.BaseTransport) -> None:
+    """Have the kernel answer with RST instead of FIN when the socket is closed (socket(7), SO_LINGER of 0 s)."""
+    sock = transport.get_extra_info("socket")
+    if sock is not None and sock.fileno() >= 0 and sock.family in (socket.AF_INET, socket.AF_INET6):
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
 
 async def _close_iterator(response: Response) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from aenv.errors import InvalidInputError
+from aenv.errors import InvalidInputError, NotFoundError
 from aenv.http.devcert import DevCert, make_dev_cert
 from aenv.http.message import HttpError, Request, Response, UpgradeResponse
 from aenv.http.server import Limits, Server
@@ -48,6 +48,36 @@ def test_names_of_the_certificate(both: Any, cert: DevCert, name: str) -> None:
         for _ in range(2):
             writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 3000000\r\n\r\n" + bytes(3_000_000))
             assert (await raw.answer())[2] == b"https x 3000000"
+        writer.close()
+        await server.close(1)
+
+    both(main())
+
+
+@pytest.mark.parametrize("secure", [False, True], ids=["plain", "tls"])
+def test_a_stream_that_breaks_off_ends_with_a_reset(both: Any, cert: DevCert, secure: bool) -> None:
+    """A client that only saw the end of the connection would blame the protocol, not the network."""
+
+    async def main() -> None:
+        seen = asyncio.Event()
+
+        async def broken() -> AsyncIterator[bytes]:
+            yield b"0123456789"
+            await seen.wait()
+            raise NotFoundError("the sandbox is gone")
+
+        async def handler(_request: Request) -> Response:
+            return Response(200, broken())
+
+        server = await Server.start(handler, ssl=server_context(cert.cert, cert.key) if secure else None)
+        reader, writer = await asyncio.open_connection(
+            "127.0.0.1", server.port, ssl=client_context(cert) if secure else None
+        )
+        writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        await reader.readuntil(b"0123456789")
+        seen.set()
+        with pytest.raises(ConnectionResetError):
+            await reader.read()
         writer.close()
         await server.close(1)
 
