@@ -237,7 +237,11 @@ def box(daemon: Daemon) -> Iterator[Sandbox]:
 def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     """The machines of a daemon come and go during a test, so `daemon` looks at its end. What a test itself must not
     leave is a sandbox."""
-    daemon: Daemon | None = request.getfixturevalue("daemon") if "daemon" in request.fixturenames else None
+    daemon: Daemon | None = None
+    for name in ("daemon", "box"):  # they are there before and stay
+        if name in request.fixturenames:
+            daemon = request.getfixturevalue("daemon")
+            request.getfixturevalue(name)
     before = set(daemon.list()) if daemon else set()
     yield
     if daemon and daemon.alive:
