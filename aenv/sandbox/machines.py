@@ -271,6 +271,7 @@ class Machines:
         template = self._repository.find(template_id)
         slot = await self._slots.take()
         try:
+        template.manifest.require_vmm(self._vmm)
             tap = slot.tap_fd()
             try:
                 vm = await self._vmm.prepare(
