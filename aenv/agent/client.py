@@ -105,6 +105,10 @@ class Agent:
         """Ask whether the agent answers at all."""
         await self._call("GET", "/health")
 
+    async def sync(self) -> None:
+        """Have the guest's disk hold everything that was written to it."""
+        await self._call("POST", "/sync")
+
     async def _call(self, method: str, target: str, body: bytes | None = None) -> bytes:
         headers: Mapping[str, str] = {"Host": "guest"}
         if body is not None:

@@ -37,7 +37,7 @@ struct envd {
 
 	struct rlimit file_limit; /* RLIMIT_NOFILE as it was given to us; processes get it back */
 	bool no_system;         /* leave clock, host name, machine id and random pool alone */
-	char *host_addresses[ENVD_MAX_HOST_ADDRESSES]; /* peers that may call /init and /dial */
+	char *host_addresses[ENVD_MAX_HOST_ADDRESSES]; /* peers that may call /init, /dial and /sync */
 	size_t n_host_addresses;
 };
 
@@ -46,6 +46,7 @@ void health_register(struct envd *envd);
 void init_register(struct envd *envd);
 void metrics_register(struct envd *envd);
 void dial_register(struct envd *envd);
+void sync_register(struct envd *envd);
 void process_register(struct envd *envd);
 void files_register(struct envd *envd); /* files_*.c: GET/POST /files, POST /files/compose */
 void fs_register(struct envd *envd);    /* fs_rpc.c: filesystem.Filesystem */

@@ -227,6 +227,7 @@ static void register_all(struct envd *envd)
 	init_register(envd);
 	metrics_register(envd);
 	dial_register(envd);
+	sync_register(envd);
 	process_register(envd);
 	files_register(envd);
 	fs_register(envd);

@@ -39,6 +39,11 @@ def test_without_a_token_none_is_sent(guest: Guest) -> None:
     assert "x-access-token" not in guest.requests[0][1]
 
 
+def test_sync(guest: Guest) -> None:
+    ask(guest, lambda agent: agent.sync())
+    assert guest.requests[0][0] == "POST /sync HTTP/1.1"
+
+
 def test_metrics(guest: Guest) -> None:
     guest.body = json.dumps(METRICS | {"unknown": [1]}).encode()
     assert ask(guest, lambda agent: agent.metrics()) == AgentMetrics(**METRICS)

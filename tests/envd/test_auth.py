@@ -153,9 +153,9 @@ def test_signature_opens_nothing_else(agent: Agent, target: str) -> None:
 # ---- the host ----
 
 
-def test_only_the_host_calls_init_and_dial(envd_binary: Path, tmp_path: Path) -> None:
+def test_only_the_host_calls_what_is_the_hosts(envd_binary: Path, tmp_path: Path) -> None:
     agent = Agent(envd_binary, host=False, stderr=tmp_path / "log")
-    for method, path in (("POST", "/init"), ("GET", "/dial?port=1")):
+    for method, path in (("POST", "/init"), ("GET", "/dial?port=1"), ("POST", "/sync")):
         answer = agent.request(method, path, b'{"accessToken": "x"}' if method == "POST" else None)
         assert (answer.status, answer.json["code"]) == (403, 403)
     assert agent.request("GET", "/envs").status == 200

@@ -29,6 +29,11 @@ def test_answer(agent: Agent) -> None:
     assert answer.headers["x-envd-version"] == "0.6.13"
 
 
+def test_sync_needs_no_token_of_the_host(agent: Agent) -> None:
+    agent.init(accessToken="t")
+    assert agent.request("POST", "/sync").status == 204
+
+
 def test_version_option(envd_binary: Path) -> None:
     assert os.popen(f"{envd_binary} --version").read() == "0.6.13\n"
 
