@@ -104,7 +104,7 @@ class Vm(ABC):
 
     @abstractmethod
     async def resume(self) -> None:
-        """PAUSED → RUNNING. End A of a restore is when this returns."""
+        """PAUSED → RUNNING. End A of a restore is when this returns. Nothing to do when it runs already."""
 
     @abstractmethod
     async def save_state(self, state: Path) -> None:

@@ -464,7 +464,7 @@ class QemuVm(Vm):
             self.state = VmState.PAUSED
 
     async def resume(self) -> None:
-        self._require(VmState.PAUSED)
+        self._require(VmState.PAUSED, VmState.RUNNING)
         await self._command("cont")
         self.state = VmState.RUNNING
 
