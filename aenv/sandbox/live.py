@@ -29,6 +29,7 @@ class Sandbox:
         self.timer: asyncio.TimerHandle | None = None
         self.lock = asyncio.Lock()
         self.doomed = False
+        self.has_run = False  # the machine of the resume under way has executed instructions
 
     @property
     def id(self) -> str:

@@ -22,7 +22,7 @@ from aenv.network.pool import SlotPool
 from aenv.network.slot import Slot
 from aenv.sandbox.store import Machine
 from aenv.snapshot.capture import CaptureStats, capture_delta
-from aenv.snapshot.manifest import DELTA_NAME, STATE_NAME
+from aenv.snapshot.manifest import DELTA_NAME, STATE_NAME, sync_directory
 from aenv.snapshot.restore import restore
 from aenv.storage.home import Home
 from aenv.storage.overlay import create_overlay
@@ -199,11 +199,13 @@ class Machines:
         The machine stays paused: the caller kills it or lets it run on.
         """
         staging = target.with_name(target.name + ".part")
-        shutil.rmtree(staging, ignore_errors=True)
+        for leftover in (staging, target):
+            shutil.rmtree(leftover, ignore_errors=True)
         staging.mkdir(mode=0o700)
         try:
             stats = await capture_delta(running.vm, staging, parent_image=template.memory)
             staging.rename(target)
+            sync_directory(target.parent)
         except BaseException:
             shutil.rmtree(staging, ignore_errors=True)
             raise
@@ -269,9 +271,9 @@ class Machines:
 
     async def _prepare(self, template_id: str) -> Prepared:
         template = self._repository.find(template_id)
+        template.manifest.require_vmm(self._vmm)
         slot = await self._slots.take()
         try:
-        template.manifest.require_vmm(self._vmm)
             tap = slot.tap_fd()
             try:
                 vm = await self._vmm.prepare(

@@ -56,6 +56,9 @@ T = TypeVar("T")
 ID_ALPHABET = string.ascii_lowercase + string.digits
 PAUSE_NAME = "pause"
 METRICS_INTERVAL = 5.0  # seconds
+HEALTH_TIMEOUT = 5.0  # seconds
+SYNC_TIMEOUT = 30.0  # seconds in which a guest has to write its dirty pages to its disk
+PAUSES_AT_STOP = 4  # at a time
 PAUSE_RETRY = 30.0  # seconds until an automatic pause that failed is tried again
 ALIVE = (SandboxState.RUNNING, SandboxState.PAUSING, SandboxState.PAUSED, SandboxState.RESUMING)
 HAS_MACHINE = (
@@ -125,20 +128,25 @@ class Manager:
             await asyncio.gather(self._sampler, return_exceptions=True)
         while self._tasks:
             await asyncio.gather(*self._tasks, return_exceptions=True)
-        for sandbox in list(self._sandboxes.values()):
-            self._stop_timer(sandbox)
-            if sandbox.state is SandboxState.RUNNING:
-                try:
-                    await self._do(self._pause(sandbox, memory=True, reason="daemon stops"))
-                except (ConflictError, NotFoundError):
-                    pass  # its timer was faster: it is paused already, or gone
-                except Exception as error:
-                    log.error("sandbox %s could not be paused and is ended: %s", sandbox.id, error)
-                    await self._do(self._end(sandbox, Event.FAILED, "daemon stops, and the pause failed"))
+        limit = asyncio.Semaphore(PAUSES_AT_STOP)
+        await asyncio.gather(*(self._stop(sandbox, limit) for sandbox in list(self._sandboxes.values())))
         while self._tasks:
             await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._machines.close()
         self._store.close()
+
+    async def _stop(self, sandbox: Sandbox, limit: asyncio.Semaphore) -> None:
+        self._stop_timer(sandbox)
+        async with limit:
+            if sandbox.state is not SandboxState.RUNNING:
+                return
+            try:
+                await self._do(self._pause(sandbox, memory=True, reason="daemon stops"))
+            except (ConflictError, NotFoundError):
+                pass  # its timer was faster: it is paused already, or gone
+            except Exception as error:
+                log.error("sandbox %s could not be paused and is ended: %s", sandbox.id, error)
+                await self._do(self._end(sandbox, Event.FAILED, "daemon stops, and the pause failed"))
 
     # SandboxService
 
@@ -255,7 +263,7 @@ class Manager:
             raise NotFoundError(f"sandbox {sandbox_id} does not exist")
         if sandbox.state is not SandboxState.RUNNING and sandbox.record.options.auto_resume and not self._closing:
             try:
-                await self._do(self._resume(sandbox, max(sandbox.record.options.timeout, 300), memory=True))
+                await self._do(self._resume(sandbox, max(sandbox.record.options.timeout, 300), memory=True, boot=False))
             except ConflictError as error:
                 raise NotFoundError(f"sandbox {sandbox_id} is not running") from error
         if sandbox.state is not SandboxState.RUNNING or sandbox.running is None:
@@ -297,8 +305,8 @@ class Manager:
             agent = running.agent(self.envd_token(sandbox))
             if require_healthy or not memory:
                 try:
-                    async with asyncio.timeout(5):
-                        await agent.health()
+                    async with asyncio.timeout(HEALTH_TIMEOUT if memory else SYNC_TIMEOUT):
+                        await (agent.health() if memory else agent.sync())
                 except (GuestError, TimeoutError) as error:
                     raise UnavailableError(f"the guest agent does not answer: {error}") from error
             self._store.transition(sandbox.record, (SandboxState.RUNNING,), SandboxState.PAUSING)
@@ -314,7 +322,8 @@ class Manager:
                     detail = f"{reason}; disk only"
                 sandbox.record.machine = None
                 sandbox.record.memory_kept = memory
-                self._store.transition(sandbox.record, (SandboxState.PAUSING,), SandboxState.PAUSED)
+                # On record for good before the answer: the only other copy of the memory is about to go.
+                self._store.transition(sandbox.record, (SandboxState.PAUSING,), SandboxState.PAUSED, durable=True)
             except BaseException as error:
                 await self._unpause(sandbox, running, target)
                 if not isinstance(error, AenvError):
@@ -345,9 +354,9 @@ class Manager:
         self._set_end(sandbox, max(sandbox.record.end_at, now() + PAUSE_RETRY))
 
     async def _resume(
-        self, sandbox: Sandbox, timeout: int, *, memory: bool, on_timeout: OnTimeout | None = None
+        self, sandbox: Sandbox, timeout: int, *, memory: bool, on_timeout: OnTimeout | None = None, boot: bool = True
     ) -> bool:
-        """True when it was paused and runs now, False when it ran already."""
+        """True when it was paused and runs now, False when it ran already. Without `boot` only with its memory."""
         async with sandbox.lock:
             if sandbox.state is SandboxState.RUNNING and not sandbox.doomed:
                 return False
@@ -356,9 +365,12 @@ class Manager:
             if sandbox.doomed:
                 raise NotFoundError(f"sandbox {sandbox.id} does not exist")
             if sandbox.state is SandboxState.PAUSED:
+                if not boot and not sandbox.record.memory_kept:
+                    raise ConflictError(f"sandbox {sandbox.id} has no memory to resume from")
                 self._check_room()
             self._store.transition(sandbox.record, (SandboxState.PAUSED,), SandboxState.RESUMING)
             began = asyncio.get_running_loop().time()
+            sandbox.has_run = False
             target = self._machines.directory(sandbox.id) / PAUSE_NAME
             try:
                 if sandbox.ending is not None:
@@ -379,6 +391,8 @@ class Manager:
             except BaseException as error:
                 if not sandbox.doomed and sandbox.state is SandboxState.RESUMING:
                     sandbox.record.machine = None
+                    if sandbox.has_run:
+                        self._drop_memory(sandbox, f"resume failed: {error}")
                     self._store.transition(sandbox.record, (SandboxState.RESUMING,), SandboxState.PAUSED)
                 if not isinstance(error, AenvError):
                     log.exception("resume of sandbox %s failed", sandbox.id)
@@ -402,6 +416,7 @@ class Manager:
                 running.close()
             sandbox.record.machine = _machine_record(running)
             self._store.save(sandbox.record)
+            sandbox.has_run = True
             await running.vm.resume()
             await self._initialise(sandbox, running)
             sandbox.record.end_at = now() + timeout
@@ -557,6 +572,11 @@ class Manager:
                         record.memory_kept = True
                         self._store.transition(record, (state,), SandboxState.PAUSED)
                         return
+                    if state is SandboxState.RESUMING:
+                        record.machine = None
+                        self._drop_memory(sandbox, "its machine died while it was resumed")
+                        self._store.transition(record, (state,), SandboxState.PAUSED)
+                        return
                     await self._lose(sandbox, f"its machine did not survive the daemon: {error}")
                 return
             for leftover in (PAUSE_NAME, PAUSE_NAME + ".part"):
@@ -570,6 +590,13 @@ class Manager:
         async with sandbox.lock:  # starting or killing: what it was is not worth keeping
             await self._abandon(record)
             await self._forget(sandbox)
+
+    def _drop_memory(self, sandbox: Sandbox, reason: str) -> None:
+        """A resumed guest has run and is dead: its disk has moved on, so the memory of the pause no longer fits it.
+        What is left is a disk as after a power cut; the next resume boots from it."""
+        sandbox.record.memory_kept = False
+        shutil.rmtree(self._machines.directory(sandbox.id) / PAUSE_NAME, ignore_errors=True)
+        self._event(sandbox, Event.FAILED, f"{reason}; the disk is kept, the memory is lost")
 
     async def _abandon(self, record: Record) -> None:
         if record.machine is not None:

@@ -108,8 +108,11 @@ class Store:
         if done.rowcount != 1:
             raise NotFoundError(f"sandbox {record.id} is not in state {record.state} in the store")
 
-    def transition(self, record: Record, sources: Iterable[SandboxState], target: SandboxState) -> None:
-        """Compare-and-set of the state; writes the whole record with it.
+    def transition(
+        self, record: Record, sources: Iterable[SandboxState], target: SandboxState, *, durable: bool = False
+    ) -> None:
+        """Compare-and-set of the state; writes the whole record with it. With `durable` it also survives a power cut,
+        at the price of some milliseconds.
 
         Raises ConflictError (and changes nothing) when the sandbox is in none of `sources`.
         """
@@ -119,6 +122,8 @@ class Store:
             raise ConflictError(f"sandbox {record.id} is {before.value}")
         record.state = target
         try:
+            if durable:
+                self._db.execute("PRAGMA synchronous=FULL")  # the WAL is synced with this commit
             done = self._db.execute(
                 "UPDATE sandboxes SET state = ?, record = ? WHERE id = ? AND state = ?",
                 (target, msgspec.json.encode(record), record.id, before),
@@ -126,6 +131,9 @@ class Store:
         except BaseException:
             record.state = before  # what is in memory is what is on disk
             raise
+        finally:
+            if durable:
+                self._db.execute("PRAGMA synchronous=NORMAL")
         if done.rowcount != 1:
             record.state = before
             raise ConflictError(f"sandbox {record.id} is no longer {before.value}")

@@ -114,6 +114,8 @@ async def healthy(slot: FakeSlot, reader: asyncio.StreamReader, writer: asyncio.
     answer = b""
     if head.startswith("POST /init"):
         slot.inits.append(json.loads(body))
+    elif head.startswith("POST /sync"):
+        await slot.host.step("sync")
     elif head.startswith("GET /metrics"):
         answer = json.dumps(slot.host.metrics).encode()
     writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(answer), answer))

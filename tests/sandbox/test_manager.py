@@ -20,7 +20,7 @@ from aenv.errors import (
     VmmError,
 )
 from aenv.observe.logs import LogQuery
-from aenv.sandbox.manager import Manager
+from aenv.sandbox.manager import PAUSES_AT_STOP, Manager
 from aenv.sandbox.service import CreateOptions, NetworkOptions, OnTimeout, PauseMode, SandboxState
 from tests.sandbox import doubles
 from tests.sandbox.doubles import FakeSlot, FakeVm, World
@@ -377,10 +377,12 @@ def test_pause_without_memory_boots_from_the_disk(world: World) -> None:
     async def scenario(manager: Manager) -> None:
         info = await manager.create(BASE)
         await manager.pause(info.id, memory=False)
+        assert world.host.count["sync"] == 1  # while the guest could still write
         assert (await manager.get(info.id)).pause_mode is PauseMode.FILESYSTEM
         await manager.connect(info.id, 300)
         assert world.host.count["boot"] == 1
         await manager.pause(info.id)
+        assert world.host.count["sync"] == 1  # what is not written yet is in the memory that is kept
         await manager.connect(info.id, 300, memory=False)
         assert world.host.count["boot"] == 2
 
@@ -455,7 +457,10 @@ def test_a_failed_resume_stays_paused(tmp_path: Path, step: str) -> None:
             world.host.fail[step] = VmmError("no")
         with pytest.raises((VmmError, GuestError)):
             await manager.connect(info.id, 300)
-        assert (await manager.get(info.id)).state is SandboxState.PAUSED
+        paused = await manager.get(info.id)
+        assert paused.state is SandboxState.PAUSED
+        # Once its guest has run, its disk may have changed: the memory of the pause must not be used with it.
+        assert paused.pause_mode is (PauseMode.FULL if step in ("restore", "apply") else PauseMode.FILESYSTEM)
         assert world.host.alive == {}
         world.host.fail.clear()
         world.host.guest = doubles.healthy
@@ -585,6 +590,24 @@ def test_reach_wakes_only_who_asked_for_it(world: World) -> None:
             await manager.reach(other.id)
         with pytest.raises(NotFoundError):
             await manager.reach("nobody")
+
+    run(world, scenario)
+
+
+def test_traffic_never_boots_from_a_disk(world: World) -> None:
+    """A sandbox without its memory is another one to whoever talked to it: only an explicit connect starts it."""
+
+    async def scenario(manager: Manager) -> None:
+        info = await manager.create(options(auto_resume=True))
+        await manager.pause(info.id, memory=False)
+        for _ in range(2):
+            with pytest.raises(NotFoundError):
+                await manager.reach(info.id)
+        assert (await manager.get(info.id)).state is SandboxState.PAUSED
+        await manager.connect(info.id, 300)
+        await manager.reach(info.id)
+        await manager.pause(info.id)
+        await manager.reach(info.id)
 
     run(world, scenario)
 
@@ -865,7 +888,8 @@ def test_a_timer_that_fires_while_the_daemon_stops_costs_no_sandbox(world: World
 def test_an_automatic_pause_that_is_first_when_the_daemon_stops_costs_no_sandbox(world: World) -> None:
     async def main() -> None:
         async with world.daemon() as manager:
-            await manager.create(BASE)
+            for _ in range(PAUSES_AT_STOP):  # they keep the stop busy, so that the timer of the last one is first
+                await manager.create(BASE)
             slow = await manager.create(options(on_timeout=OnTimeout.PAUSE, pause_memory=False))
             await settled(manager)
             world.host.hold = {"capture": asyncio.Event(), "answer": asyncio.Event()}

@@ -11,7 +11,7 @@ import pytest
 
 from aenv.errors import VmmError
 from aenv.sandbox.manager import _machine_record
-from aenv.sandbox.service import CreateOptions, SandboxState
+from aenv.sandbox.service import CreateOptions, PauseMode, SandboxState
 from aenv.sandbox.store import Machine, Record, Store, now
 from tests.sandbox import doubles
 from tests.sandbox.doubles import FakeSlot, FakeVm, World
@@ -51,7 +51,7 @@ def left_behind(world: World, state: SandboxState, machine: str, *, capture: boo
 
 
 def expected(state: SandboxState, machine: str) -> SandboxState | None:
-    if state is SandboxState.PAUSED or (state is SandboxState.RESUMING and machine == "none"):
+    if state is SandboxState.PAUSED or (state is SandboxState.RESUMING and machine != "alive"):
         return SandboxState.PAUSED
     if machine == "alive" and state not in MACHINELESS:
         return SandboxState.RUNNING
@@ -77,6 +77,8 @@ def test_every_state_is_finished_or_undone(world: World, state: SandboxState, ma
                 assert not (world.folder / "sandboxes" / sandbox_id / "pause").exists()
                 assert not (world.folder / "sandboxes" / sandbox_id / "pause.part").exists()
                 await manager.pause(sandbox_id)
+            if (state, machine) == (SandboxState.RESUMING, "dead"):  # it has run: its memory does not fit its disk
+                assert (await manager.get(sandbox_id)).pause_mode is PauseMode.FILESYSTEM
             if want is not None:
                 assert (await manager.connect(sandbox_id, 300))[1]
         assert world.host.alive == {}
