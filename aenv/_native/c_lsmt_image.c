@@ -128,7 +128,13 @@ int image_flush(struct image *image)
     count(&image->flushes, 1);
     pthread_rwlock_rdlock(&image->life);
     int rc = upper_flush(image->upper);
+    bool release = !rc && upper_wants_release(image->upper);
     pthread_rwlock_unlock(&image->life);
+    if (release) {
+        pthread_rwlock_wrlock(&image->life); /* waits for the reads that may have found data that is dead by now */
+        upper_release(image->upper);
+        pthread_rwlock_unlock(&image->life);
+    }
     return counted(image, rc);
 }
 

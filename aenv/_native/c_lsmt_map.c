@@ -137,6 +137,13 @@ static void remove_at(struct map *map, struct map_cursor where)
         set_first(map, where.chunk);
 }
 
+static void tell_dead(const struct map *map, const struct segment *whole, uint64_t begin, uint64_t end)
+{
+    struct segment part = seg_trim(*whole, begin, end);
+    if (map->dead && !seg_zeroed(&part))
+        map->dead(map->opaque, seg_moffset(&part), seg_length(&part));
+}
+
 static void clear_range(struct map *map, uint64_t begin, uint64_t end)
 {
     for (;;) {
@@ -145,6 +152,7 @@ static void clear_range(struct map *map, uint64_t begin, uint64_t end)
         if (!s || seg_offset(s) >= end)
             return;
         struct segment whole = *s;
+        tell_dead(map, &whole, begin, end);
         if (seg_offset(&whole) < begin) {
             *s = seg_trim(whole, 0, begin);
             if (seg_end(&whole) > end) {

@@ -16,13 +16,19 @@
 #include <unistd.h>
 
 #include "lsmt_journal.h"
+#include "lsmt_space.h"
+
+#ifndef RELEASE_FROM /* tests use small numbers */
+#define RELEASE_FROM (8u << 20) /* bytes of dead data that are worth a short stop */
+#define SHORTEN_FROM (1u << 16) /* records of an index file that may be worth rewriting */
+#endif
 
 struct upper {
     int data_fd, index_fd;
     char *data_path, *index_path;
     struct lsmt_header header;
     uint32_t seed;
-    pthread_mutex_t append; /* data_end, records; held while a record is written and the map is changed */
+    pthread_mutex_t append; /* data_end, records, space; held while a record is written and the map is changed */
     pthread_mutex_t flushing;
     pthread_rwlock_t lock; /* the map */
     uint64_t data_end, records, synced;
@@ -30,6 +36,7 @@ struct upper {
     atomic_int failed; /* errno of a failed flush: what is on disk is unknown from then on */
     bool frozen;
     struct map map;
+    struct space space;
 };
 
 static int sync_directory(const char *path)
@@ -92,46 +99,76 @@ static bool is_sealed(int fd, uint64_t data_end)
            header_check(&trailer, ROLE_TRAILER, &ignored) == 0 && trailer.index_offset == data_end;
 }
 
-/* Gives a standard index checksums: a new file takes its place. All its data counts as durable, after a flush. */
-static int convert_index(struct upper *upper, struct fault *fault)
+static int write_map(const struct map *map, int fd, uint32_t seed, uint64_t *records)
 {
-    struct lsmt_header header;
-    char *path = NULL;
-    int rc = journal_header(&header, upper->virtual_size, upper->header.uuid, upper->header.parent_uuid, &upper->seed);
-    if (rc || asprintf(&path, "%s.new", upper->index_path) < 0)
-        return fault_set(fault, ENOMEM, "memory", "out of memory");
-    unlink(path);
-    int fd = -1;
-    if (fdatasync(upper->data_fd))
-        rc = -errno;
-    if (!rc && !(rc = create_file(path, &header)) && (fd = open(path, O_RDWR | O_CLOEXEC)) < 0)
-        rc = -errno;
     struct map_cursor cursor = {0, 0};
     const struct segment *s;
-    for (upper->records = 0; !rc && (s = map_at(&upper->map, &cursor)); cursor.at++, upper->records++) {
-        struct record record = record_make(upper->seed, upper->records, RECORD_SEGMENT, *s, 0);
-        rc = write_fully(fd, &record, sizeof record, LSMT_BLOCK + upper->records * sizeof record);
+    int rc = 0;
+    for (*records = 0; !rc && (s = map_at(map, &cursor)); cursor.at++, ++*records) {
+        struct record record = record_make(seed, *records, RECORD_SEGMENT, *s, 0);
+        rc = write_fully(fd, &record, sizeof record, LSMT_BLOCK + *records * sizeof record);
     }
-    if (!rc) {
-        struct segment entry = {LSMT_NO_OFFSET, upper->records};
-        struct record record = record_make(upper->seed, upper->records, RECORD_BARRIER, entry, 0);
-        rc = write_fully(fd, &record, sizeof record, LSMT_BLOCK + upper->records++ * sizeof record);
-    }
-    if (!rc && (fdatasync(fd) || rename(path, upper->index_path)))
-        rc = -errno;
+    struct record record = record_make(seed, *records, RECORD_BARRIER, (struct segment){LSMT_NO_OFFSET, *records}, 0);
     if (!rc)
-        rc = sync_directory(path);
-    if (rc) {
+        rc = write_fully(fd, &record, sizeof record, LSMT_BLOCK + (*records)++ * sizeof record);
+    return !rc && fdatasync(fd) ? -errno : rc;
+}
+
+/* The new index file, durable, under a name of its own; gives its descriptor. */
+static int prepare_index(struct upper *upper, const char *path, uint32_t *seed, uint64_t *records)
+{
+    struct lsmt_header header;
+    int rc = journal_header(&header, upper->virtual_size, upper->header.uuid, upper->header.parent_uuid, seed);
+    if (unlink(path) && errno != ENOENT)
+        return -errno;
+    if (rc || (rc = create_file(path, &header)))
+        return rc;
+    int fd = open(path, O_RDWR | O_CLOEXEC);
+    if (fd < 0)
+        return -errno;
+    if ((rc = write_map(&upper->map, fd, *seed, records))) {
+        close(fd);
         unlink(path);
-        if (fd >= 0)
-            close(fd);
-        free(path);
-        return fault_set(fault, -rc, "index", "cannot be rewritten: %s", strerror(-rc));
+    }
+    return rc ? rc : fd;
+}
+
+static int replace_index(struct upper *upper)
+{
+    char *path;
+    uint32_t seed;
+    uint64_t records;
+    /* The new file's barrier says that all data is durable. */
+    if (fdatasync(upper->data_fd)) {
+        upper->failed = errno;
+        return -upper->failed;
+    }
+    if (asprintf(&path, "%s.new", upper->index_path) < 0)
+        return -ENOMEM;
+    int fd = prepare_index(upper, path, &seed, &records);
+    int rc = fd < 0 ? fd : rename(path, upper->index_path) ? -errno : 0;
+    if (!rc) {
+        close(upper->index_fd);
+        upper->index_fd = fd;
+        upper->seed = seed;
+        upper->records = upper->synced = records;
+        /* If the old name comes back after a power loss, what is written from here on is gone. */
+        if ((rc = sync_directory(path)))
+            upper->failed = -rc;
+    } else if (fd >= 0) {
+        unlink(path);
+        close(fd);
     }
     free(path);
-    close(upper->index_fd);
-    upper->index_fd = fd;
-    return 0;
+    return rc;
+}
+
+/* Writes the map as a new index file with checksums, which takes the old one's place. All data counts as durable, after
+ * a flush. Nothing may be written meanwhile. */
+static int rewrite_index(struct upper *upper, struct fault *fault)
+{
+    int rc = replace_index(upper);
+    return rc ? fault_set(fault, -rc, "index", "cannot be rewritten: %s", strerror(-rc)) : 0;
 }
 
 /* Cuts what is not part of the layer, so that later records cannot bring it back. */
@@ -148,6 +185,54 @@ static int cut_tail(struct upper *upper, struct upper_recovery *recovery)
     if ((uint64_t)data.st_size != upper->data_end &&
         (ftruncate(upper->data_fd, (off_t)upper->data_end) || fdatasync(upper->data_fd)))
         return -errno;
+    return 0;
+}
+
+static void data_died(void *opaque, uint64_t moffset, uint64_t sectors)
+{
+    space_dead(&((struct upper *)opaque)->space, moffset, sectors);
+}
+
+static int by_moffset(const void *a, const void *b)
+{
+    uint64_t x = seg_moffset(a), y = seg_moffset(b);
+    return x < y ? -1 : x > y;
+}
+
+static uint64_t live_sectors(const struct map *map)
+{
+    struct map_cursor cursor = {0, 0};
+    const struct segment *s;
+    uint64_t sectors = 0;
+    for (; (s = map_at(map, &cursor)); cursor.at++)
+        sectors += seg_zeroed(s) ? 0 : seg_length(s);
+    return sectors;
+}
+
+/* After an open, what no segment uses is free, as soon as nothing else than the map can be replayed. */
+static int find_space(struct upper *upper, struct fault *fault)
+{
+    uint64_t live = live_sectors(&upper->map) * LSMT_SECTOR, begin = LSMT_BLOCK / LSMT_SECTOR;
+    if (upper->data_end - LSMT_BLOCK - live < RELEASE_FROM)
+        return 0;
+    int rc = rewrite_index(upper, fault);
+    struct index *index = rc ? NULL : map_freeze(&upper->map);
+    if (rc || !index)
+        return rc ? rc : fault_set(fault, ENOMEM, "memory", "out of memory");
+    qsort(index->segments, index->count, sizeof *index->segments, by_moffset);
+    for (size_t i = 0; i < index->count; i++) {
+        const struct segment *s = &index->segments[i];
+        if (seg_zeroed(s))
+            continue;
+        if (seg_moffset(s) > begin)
+            space_dead(&upper->space, begin, seg_moffset(s) - begin);
+        begin = seg_moffset(s) + seg_length(s);
+    }
+    index_unref(index);
+    space_flush_begin(&upper->space);
+    space_flush_end(&upper->space, true);
+    space_flush_end(&upper->space, true);
+    space_release(&upper->space);
     return 0;
 }
 
@@ -180,11 +265,13 @@ static int load(struct upper *upper, struct upper_recovery *recovery, struct fau
         return fault_set(fault, EEXIST, "data", "%s is sealed", upper->data_path);
     recovery->records = journal.records;
     recovery->cut_records = journal.checked ? journal.file_records - journal.records : 0;
-    if (!journal.checked && (rc = convert_index(upper, fault)))
+    if (!journal.checked && (rc = rewrite_index(upper, fault)))
         return rc;
     if ((rc = cut_tail(upper, recovery)))
         return fault_set(fault, -rc, "data", "the torn end cannot be cut: %s", strerror(-rc));
-    return 0;
+    upper->map.dead = data_died;
+    upper->map.opaque = upper;
+    return find_space(upper, fault);
 }
 
 int upper_open(const char *data, const char *index, struct upper **out, struct upper_recovery *recovery,
@@ -223,6 +310,7 @@ void upper_close(struct upper *upper)
     if (upper->index_fd >= 0)
         close(upper->index_fd);
     map_free(&upper->map);
+    space_free(&upper->space);
     pthread_mutex_destroy(&upper->append);
     pthread_mutex_destroy(&upper->flushing);
     pthread_rwlock_destroy(&upper->lock);
@@ -264,9 +352,14 @@ static int may_write(struct upper *upper, uint64_t offset, uint64_t length)
 
 static int write_piece(struct upper *upper, const void *buffer, size_t length, uint64_t offset)
 {
+    uint64_t at;
     pthread_mutex_lock(&upper->append);
-    uint64_t at = upper->data_end;
-    upper->data_end += length;
+    if (space_take(&upper->space, length / LSMT_SECTOR, &at)) {
+        at *= LSMT_SECTOR;
+    } else {
+        at = upper->data_end;
+        upper->data_end += length;
+    }
     pthread_mutex_unlock(&upper->append);
     int rc = write_fully(upper->data_fd, buffer, length, at);
     if (rc)
@@ -312,6 +405,8 @@ static int flush_locked(struct upper *upper)
     pthread_mutex_lock(&upper->append);
     uint64_t records = upper->records;
     bool clean = records == upper->synced;
+    if (!clean)
+        space_flush_begin(&upper->space);
     pthread_mutex_unlock(&upper->append);
     if (upper->failed)
         return -upper->failed;
@@ -326,8 +421,10 @@ static int flush_locked(struct upper *upper)
     pthread_mutex_lock(&upper->append);
     upper->synced = records;
     bool alone = upper->records == records;
-    if (put_record(upper, RECORD_BARRIER, (struct segment){LSMT_NO_OFFSET, records}, 0) == 0 && alone)
+    bool barrier = put_record(upper, RECORD_BARRIER, (struct segment){LSMT_NO_OFFSET, records}, 0) == 0;
+    if (barrier && alone)
         upper->synced = upper->records;
+    space_flush_end(&upper->space, barrier);
     pthread_mutex_unlock(&upper->append);
     return 0;
 }
@@ -338,6 +435,23 @@ int upper_flush(struct upper *upper)
     int rc = flush_locked(upper);
     pthread_mutex_unlock(&upper->flushing);
     return rc;
+}
+
+bool upper_wants_release(struct upper *upper)
+{
+    pthread_mutex_lock(&upper->append);
+    bool wants = upper->space.waiting.sectors * LSMT_SECTOR >= RELEASE_FROM ||
+                 (upper->records >= SHORTEN_FROM && upper->records / 4 > upper->map.count);
+    pthread_mutex_unlock(&upper->append);
+    return wants && !upper->frozen;
+}
+
+int upper_release(struct upper *upper)
+{
+    space_release(&upper->space);
+    if (upper->records < SHORTEN_FROM || upper->records / 4 <= upper->map.count)
+        return 0;
+    return replace_index(upper); /* if there is no room, the long index file goes on being right */
 }
 
 int upper_resize(struct upper *upper, uint64_t virtual_size)

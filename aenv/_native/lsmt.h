@@ -102,6 +102,8 @@ struct map {
     uint64_t *first;
     size_t used, room, count;
     struct map_chunk *spare[2];
+    void (*dead)(void *opaque, uint64_t moffset, uint64_t sectors); /* told of data that an insert overrides, if set */
+    void *opaque;
 };
 struct map_cursor {
     size_t chunk;
@@ -223,6 +225,8 @@ int upper_read_at(struct upper *upper, void *buffer, size_t length, uint64_t mof
 uint64_t upper_virtual_size(const struct upper *upper);
 uint64_t upper_data_end(struct upper *upper);
 uint64_t upper_segments(struct upper *upper);
+bool upper_wants_release(struct upper *upper); /* much space could be used again */
+int upper_release(struct upper *upper);        /* no operation is running; shortens the index file, too */
 pthread_rwlock_t *upper_lock(struct upper *upper); /* guards the map */
 const struct map *upper_map(const struct upper *upper);
 /* After this no more writes: the frozen content as a layer that lives on when `upper` is closed. */

@@ -594,3 +594,52 @@ def test_failed_flush_is_never_forgotten(new_writable: NewWritable, tmp_path: Pa
     lines = done.stdout.splitlines()
     assert [line.split()[0] for line in lines] == ["UnavailableError"] * 3 + ["True"]
     assert "flush: Input/output error" in lines[0]
+
+
+# --- space -----------------------------------------------------------------------------------------------------
+
+
+def test_overwritten_space_is_used_again(new_writable: NewWritable) -> None:
+    size = 8 << 20
+    files = new_writable("top", size)
+    image = Image(None, *files)
+    model = bytearray(size)
+    generator = random.Random(12)
+    for _ in range(1500):
+        offset = generator.randrange(size // 65536) * 65536
+        data = generator.randbytes(65536)
+        image.write(offset, data)
+        model[offset : offset + 65536] = data
+        if generator.random() < 0.03:
+            image.flush()
+    assert image.read(0, size) == model
+    assert files[0].stat().st_size < 5 * size, "94 MB were written"
+    image.close()
+    assert content(files) == model
+
+
+def test_dead_space_is_found_again_after_open(new_writable: NewWritable) -> None:
+    size = 4 << 20
+    files = new_writable("top", size)
+    for round_ in range(1, 9):
+        image = Image(None, *files)
+        for offset in range(0, size, 65536):
+            for value in (0x80, round_):
+                image.write(offset, bytes([value]) * 65536)
+        image.flush()
+        image.close()
+    assert files[0].stat().st_size < 6 * size, "64 MB were written"
+    assert content(files) == bytes([8]) * size
+
+
+def test_index_file_of_a_busy_disk_stays_short(new_writable: NewWritable) -> None:
+    files = new_writable("top", SIZE)
+    image = Image(None, *files)
+    for i in range(150_000):
+        image.write(i % 16 * 4096, (i + 1).to_bytes(4, "little") * 128)
+        if i % 1000 == 0:
+            image.flush()
+    state = image.read(0, SIZE)
+    image.close()
+    assert files[1].stat().st_size < 4 << 20, "150,000 records are 4.8 MB"
+    assert content(files) == state
