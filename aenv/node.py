@@ -26,6 +26,7 @@ from aenv.sandbox.store import Store
 from aenv.sandbox.tokens import Tokens
 from aenv.storage.home import Home, read_or_create_secret
 from aenv.storage.repository import Repository
+from aenv.vmm.base import Vmm
 from aenv.vmm.probe import select_vmm
 
 log = logging.getLogger("aenv.node")
@@ -50,12 +51,16 @@ class Node:
         manager: Manager,
         machines: Machines,
         repository: Repository,
+        slots: SlotPool,
+        vmm: Vmm,
+        home: Home,
         server: Server,
         api_key: str,
-        vmm: str,
     ) -> None:
         self.config = config
         self.manager = manager
+        self.slots = slots
+        self.home = home
         self.machines = machines
         self.repository = repository
         self.api_key = api_key
@@ -107,7 +112,7 @@ class Node:
                 context = server_context(tls.cert, tls.key)
                 secure = await _listen(handler, tls.listen, context)
                 stack.push_async_callback(secure.close)
-            node = cls(config, manager, machines, repository, server, api_key, vmm.kind.value)
+            node = cls(config, manager, machines, repository, slots, vmm, home, server, api_key)
             Daemon(node.url, os.getpid()).write(config.home)
             stack.callback(Daemon.remove, config.home)
             await manager.warm_up()

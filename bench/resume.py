@@ -14,7 +14,7 @@ import shutil
 import socket
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import msgspec
@@ -28,6 +28,7 @@ from aenv.node import Node
 from aenv.sandbox.machines import Machines, Running
 from aenv.storage.repository import Template
 from bench.facts import host_facts, row
+from bench.rival import Rival
 
 PAUSE_BETWEEN = 0.6  # seconds: the pool refills while nobody is measured
 
@@ -36,23 +37,34 @@ async def run(config: Config, n: int, say: Callable[[str], None]) -> dict[str, A
     """`n` rounds; each starts a machine from the pool, one without, and one sandbox over HTTP."""
     node = await Node.start(config)
     samples: dict[tuple[str, str, str], list[float]] = defaultdict(list)
+    rival: Rival | None = None
     try:
         machines = node.machines
         template = node.repository.find("base")
         await machines.expect_resume(template.id)
+        rival = await Rival.save(node, template, node.home.staging)
         for number in range(n):
             for pool in ("warm", "prepared", "none"):
                 await _settle(machines, template)
                 for end, value in (await _engine(machines, template, pool)).items():
                     samples["engine", end, pool].append(value)
             await _settle(machines, template)
+            for end, value in (await _ends(machines, rival.restore(), template, "rival")).items():
+                samples["rival: QEMU -incoming", end, "none"].append(value)
+            await _settle(machines, template)
             for end, value in (await _over_http(node)).items():
                 samples["http", end, "warm"].append(value)
             say(f"round {number + 1} of {n}")
     finally:
+        if rival is not None:
+            rival.close()
         await node.close()
     return {
-        "host": host_facts(vmm=node.vmm, guest_memory_mib=template.manifest.memory_mib, vcpus=template.manifest.vcpus),
+        "host": host_facts(
+            vmm=f"{node.vmm.kind.value} {node.vmm.version}",
+            guest_memory_mib=template.manifest.memory_mib,
+            vcpus=template.manifest.vcpus,
+        ),
         "rows": [
             row("resume", values, plane=plane, end=end, pool=pool) for (plane, end, pool), values in samples.items()
         ],
@@ -67,11 +79,22 @@ async def _settle(machines: Machines, template: Template) -> None:
 
 async def _engine(machines: Machines, template: Template, pool: str) -> dict[str, float]:
     name = f"bench{secrets.token_hex(6)}"
-    began = time.perf_counter()
     if pool == "warm":
-        running = await machines.start(template, name, Policy())
+        restored = machines.start(template, name, Policy())
     else:
-        running = await machines.restore_template(template, name, Policy(), pooled=pool == "prepared")
+        restored = machines.restore_template(template, name, Policy(), pooled=pool == "prepared")
+    try:
+        return await _ends(machines, restored, template, name)
+    finally:
+        shutil.rmtree(machines.directory(name))
+
+
+async def _ends(
+    machines: Machines, restored: Coroutine[Any, Any, Running], template: Template, name: str
+) -> dict[str, float]:
+    """Milliseconds from now to the ends A, B and C of the machine that `restored` gives."""
+    began = time.perf_counter()
+    running = await restored
     try:
         await running.vm.resume()
         ends = {"A": time.perf_counter() - began}
@@ -81,7 +104,6 @@ async def _engine(machines: Machines, template: Template, pool: str) -> dict[str
         ends["C"] = time.perf_counter() - began
     finally:
         await machines.end(running)
-        shutil.rmtree(machines.directory(name))
     return {end: seconds * 1000 for end, seconds in ends.items()}
 
 

@@ -73,10 +73,12 @@ async def _serve(config: Config, tls: Tls | None, as_json: bool) -> None:
         key_file = config.home / "secrets/api-key"
         if as_json:
             click.echo(
-                json.dumps({"url": node.url, "api_key": node.api_key, "vmm": node.vmm, "home": str(config.home)})
+                json.dumps(
+                    {"url": node.url, "api_key": node.api_key, "vmm": node.vmm.kind.value, "home": str(config.home)}
+                )
             )
         else:
-            click.echo(f"listening on {node.url} ({node.vmm}); the API key is in {key_file}")
+            click.echo(f"listening on {node.url} ({node.vmm.kind.value}); the API key is in {key_file}")
             if tls is not None:
                 click.echo(f"listening on https://api.{tls.domain} at {tls.listen}")
         await stop.wait()
