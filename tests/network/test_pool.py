@@ -163,6 +163,58 @@ def test_uplink_none_has_no_way_out(tag: str) -> None:
     run(SlotPool(uplink=NONE, size=0, tag=tag), body)
 
 
+def _refusals(guest: Guest, address: str, count: int) -> int:
+    """How many of `count` datagrams are refused by an ICMP error. One that is not raises TimeoutError. (The kernel
+    has another limit, for all namespaces: a burst of 50.)"""
+    v6 = ":" in address
+    level, option = (socket.IPPROTO_IPV6, 25) if v6 else (socket.IPPROTO_IP, 11)  # IP_RECVERR, IPV6_RECVERR
+    refused = 0
+    with guest.socket(socket.AF_INET6 if v6 else socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        sock.setsockopt(level, option, 1)
+        sock.connect((address, 53))
+        for _ in range(count):
+            sock.send(b"?")
+            try:
+                sock.recv(1)
+            except TimeoutError:
+                raise
+            except OSError:
+                refused += 1
+    return refused
+
+
+@pytest.mark.parametrize("adopted", [False, True], ids=["made", "adopted"])
+def test_every_packet_without_a_way_out_is_refused(internet: Internet, tag: str, adopted: bool) -> None:
+    """Not only the first few of a second: a resolver sends eight for one name and waits 5 s for each answer."""
+    index = _killed_daemon(f"netns:{internet.uplink}", tag) if adopted else None
+
+    async def body(made: SlotPool) -> None:
+        guest = Guest(await (made.take() if index is None else made.adopt(index)))
+        try:
+            for address in (PUBLIC, PUBLIC6):
+                assert (address, _refusals(guest, address, 15)) == (address, 15)
+        finally:
+            guest.close()
+
+    run(SlotPool(uplink=NONE, size=0, tag=tag), body, keep=set() if index is None else {index})
+    if adopted:
+        _clear(internet, tag)
+
+
+@pytest.mark.parametrize("address", [PUBLIC, PUBLIC6])
+def test_every_packet_that_the_policy_denies_is_refused(internet: Internet, tag: str, address: str) -> None:
+    async def body(made: SlotPool) -> None:
+        taken = await made.take()
+        guest = Guest(taken)
+        try:
+            await taken.apply(Policy(deny=("0.0.0.0/0", "::/0")))
+            assert (address, _refusals(guest, address, 15)) == (address, 15)
+        finally:
+            guest.close()
+
+    run(SlotPool(uplink=Uplink.parse(f"netns:{internet.uplink}"), size=0, tag=tag), body)
+
+
 def test_uplink_none_changes_nothing_outside(tag: str) -> None:
     """With a thread whose own network is a fresh namespace, so other programs do not disturb the comparison."""
 
@@ -344,6 +396,12 @@ def test_slot_of_a_killed_daemon_is_adopted(internet: Internet, tag: str) -> Non
     run(SlotPool(uplink=Uplink.parse(uplink), size=1, tag=tag), body, keep={index})
 
 
+def _clear(internet: Internet, tag: str) -> None:
+    """The daemon of an old uplink is gone: its table is cleared by hand."""
+    with namespace.entered(internet.uplink_handle):
+        Nft().run(f"delete table inet aenv_{tag}")
+
+
 def test_adopting_under_uplink_none_cuts_the_way_out(internet: Internet, tag: str) -> None:
     index = _killed_daemon(f"netns:{internet.uplink}", tag)
 
@@ -355,10 +413,7 @@ def test_adopting_under_uplink_none_cuts_the_way_out(internet: Internet, tag: st
             guest.close()
 
     run(SlotPool(uplink=NONE, size=0, tag=tag), body, keep={index})
-    namespaces = [internet.uplink_handle]
-    for handle in namespaces:  # the daemon of the old uplink is gone: its table is cleared by hand
-        with namespace.entered(handle):
-            Nft().run(f"delete table inet aenv_{tag}")
+    _clear(internet, tag)
 
 
 @pytest.mark.parametrize("damage", ["missing", "file", "no tap"])
