@@ -29,6 +29,7 @@ from tests.leftovers import CLAIMS, nothing_left_behind
 
 ROOT = Path(__file__).parents[2]
 AENV = (sys.executable, "-m", "aenv.cli.main")
+LISTENS = "until exec 3<>/dev/tcp/127.0.0.1/8000; do sleep 0.1; done 2>/dev/null"  # a command that waits for it
 PATIENCE = 60.0  # seconds that a busy machine may take for anything
 
 
@@ -132,6 +133,15 @@ class Daemon:
             text = answer.read()
             return answer.status, json.loads(text) if text else None
 
+    def get(self, sandbox: Sandbox, port: int, path: str) -> tuple[int, bytes]:
+        """GET from a server in a sandbox, through the proxy."""
+        connection = http.client.HTTPConnection(urlsplit(self.url).netloc, timeout=PATIENCE)
+        with contextlib.closing(connection):
+            headers = {"E2b-Sandbox-Id": sandbox.sandbox_id, "E2b-Sandbox-Port": str(port)}
+            connection.request("GET", path, headers=headers)
+            answer = connection.getresponse()
+            return answer.status, answer.read()
+
     # What there is of it on the machine
 
     def vmms(self) -> dict[int, Path]:
@@ -157,11 +167,11 @@ class Daemon:
     def namespaces(self) -> list[str]:
         return [name for name in os.listdir("/run/netns") if name.startswith(f"aenv-{self.home.tag}-")]
 
-    def nothing_runs(self) -> None:
-        assert self.vmms() == {}
-        assert self.namespaces() == []
-        assert list(self.home.run.iterdir()) == []
-        assert list(self.home.staging.iterdir()) == []
+    def left(self) -> list[str]:
+        """What a daemon that has ended must not leave, whether it was stopped or crashed and was started again."""
+        folders = (self.home.run, self.home.staging)
+        scratch = [str(path) for folder in folders if folder.is_dir() for path in folder.iterdir()]
+        return [*map(str, self.vmms()), *self.namespaces(), *scratch]
 
     def aenv(self, *words: str, stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:
         return subprocess.run(
@@ -172,14 +182,14 @@ class Daemon:
 
 @pytest.fixture(scope="session")
 def base_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A home with the base template."""
+    """A home with the base template. When it is not needed any more, nothing of any test here may be left."""
     home = tmp_path_factory.mktemp("base")
     CLAIMS.home(home)
     with nothing_left_behind():
         subprocess.run(
             [*AENV, "--home", str(home), "template", "build", "base"], check=True, env=clean_environment(), timeout=900
         )
-    yield home
+        yield home
     shutil.rmtree(home)
 
 
@@ -200,14 +210,14 @@ def fresh_daemons(base_home: Path, folder: Path) -> Iterator[NewDaemon]:
         made.append(daemon)
         return daemon
 
-    with nothing_left_behind():
-        try:
-            yield new
-        finally:
-            for daemon in made:
-                if daemon.alive:
-                    daemon.stop()
+    try:
+        yield new
+    finally:
+        for daemon in made:
+            if daemon.alive:
+                daemon.stop()
     for daemon in made:
+        assert daemon.left() == []
         shutil.rmtree(daemon.home.root)
 
 
@@ -235,8 +245,8 @@ def box(daemon: Daemon) -> Iterator[Sandbox]:
 
 @pytest.fixture
 def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
-    """The machines of a daemon come and go during a test, so `daemon` looks at its end. What a test itself must not
-    leave is a sandbox."""
+    """The machines of a daemon come and go during a test, so it is looked at when it has ended. What a test itself
+    must not leave is a sandbox."""
     daemon: Daemon | None = None
     for name in ("daemon", "box"):  # they are there before and stay
         if name in request.fixturenames:
