@@ -30,7 +30,8 @@ GUEST_LIBRARIES = {
 def extension(folder: str, name: str, **options: list[str]) -> Extension:
     """One extension from `folder/name.pyx` and the C files beside it that start with `c_<name>`."""
     sources = [f"{folder}/{name}.pyx", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / folder).glob(f"c_{name}*.c"))]
-    depends = sorted(str(p.relative_to(ROOT)) for p in (ROOT / folder).glob("*.h"))
+    headers = {p for where in (folder, "aenv/_native") for p in (ROOT / where).glob("*.h")}
+    depends = sorted(str(p.relative_to(ROOT)) for p in headers)
     module = f"{folder.replace('/', '.')}.{name}"
     return Extension(
         module, sources, depends=depends, extra_compile_args=[*OPTIMISE, *WARNINGS], include_dirs=[folder, "aenv/_native"], **options

@@ -86,17 +86,19 @@ void space_release(struct space *space)
     space->next = 0;
 }
 
-bool space_take(struct space *space, uint64_t sectors, uint64_t *begin)
+bool space_take(struct space *space, uint64_t sectors, uint64_t align, uint64_t *begin)
 {
     struct ranges *ready = &space->ready;
     for (unsigned tries = 0; tries < 16 && space->next < ready->count; tries++, space->next++) {
-        struct range *range = &ready->range[space->next];
-        if (range->sectors < sectors)
+        struct range *range = &ready->range[space->next], pad = {range->begin, (align - range->begin % align) % align};
+        if (range->sectors < sectors + pad.sectors)
             continue; /* too small for now; the next release looks at it again */
-        *begin = range->begin;
-        range->begin += sectors;
-        range->sectors -= sectors;
-        ready->sectors -= sectors;
+        *begin = range->begin + pad.sectors;
+        range->begin += sectors + pad.sectors;
+        range->sectors -= sectors + pad.sectors;
+        ready->sectors -= sectors + pad.sectors;
+        if (pad.sectors)
+            push(ready, pad, ready->count);
         return true;
     }
     return false;

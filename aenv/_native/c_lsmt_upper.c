@@ -16,15 +16,19 @@
 #include <unistd.h>
 
 #include "lsmt_journal.h"
+#include "lsmt_scratch.h"
 #include "lsmt_space.h"
 
 #ifndef RELEASE_FROM /* tests use small numbers */
 #define RELEASE_FROM (8u << 20) /* bytes of dead data that are worth a short stop */
 #define SHORTEN_FROM (1u << 16) /* records of an index file that may be worth rewriting */
+#define DIRECT_FROM (128u << 10) /* bytes of a write that goes past the page cache */
 #endif
+#define DIRECT_ALIGN 4096u
 
 struct upper {
     int data_fd, index_fd;
+    int direct_fd; /* < 0: the file system has no O_DIRECT */
     char *data_path, *index_path;
     struct lsmt_header header;
     uint32_t seed;
@@ -244,6 +248,7 @@ static int open_files(struct upper *upper, struct fault *fault)
     upper->index_fd = open(upper->index_path, O_RDWR | O_CLOEXEC);
     if (upper->index_fd < 0)
         return fault_set(fault, errno, "index", "cannot open %s: %s", upper->index_path, strerror(errno));
+    upper->direct_fd = open(upper->data_path, O_WRONLY | O_DIRECT | O_CLOEXEC);
     if (flock(upper->data_fd, LOCK_EX | LOCK_NB))
         return fault_set(fault, EBUSY, "data", "%s is open for writing already", upper->data_path);
     return 0;
@@ -281,7 +286,7 @@ int upper_open(const char *data, const char *index, struct upper **out, struct u
     pthread_rwlockattr_t attributes;
     if (!upper)
         return fault_set(fault, ENOMEM, "memory", "out of memory");
-    upper->data_fd = upper->index_fd = -1;
+    upper->data_fd = upper->index_fd = upper->direct_fd = -1;
     pthread_mutex_init(&upper->append, NULL);
     pthread_mutex_init(&upper->flushing, NULL);
     pthread_rwlockattr_init(&attributes);
@@ -309,6 +314,8 @@ void upper_close(struct upper *upper)
     }
     if (upper->index_fd >= 0)
         close(upper->index_fd);
+    if (upper->direct_fd >= 0)
+        close(upper->direct_fd);
     map_free(&upper->map);
     space_free(&upper->space);
     pthread_mutex_destroy(&upper->append);
@@ -350,18 +357,42 @@ static int may_write(struct upper *upper, uint64_t offset, uint64_t length)
     return -upper->failed;
 }
 
-static int write_piece(struct upper *upper, const void *buffer, size_t length, uint64_t offset)
+/* A place in the data file, in bytes, that is nobody else's. */
+static uint64_t allocate(struct upper *upper, size_t length, uint64_t align)
 {
     uint64_t at;
     pthread_mutex_lock(&upper->append);
-    if (space_take(&upper->space, length / LSMT_SECTOR, &at)) {
+    if (space_take(&upper->space, length / LSMT_SECTOR, align / LSMT_SECTOR, &at)) {
         at *= LSMT_SECTOR;
     } else {
-        at = upper->data_end;
-        upper->data_end += length;
+        uint64_t pad = (align - upper->data_end % align) % align;
+        if (pad)
+            space_dead(&upper->space, upper->data_end / LSMT_SECTOR, pad / LSMT_SECTOR);
+        at = upper->data_end + pad;
+        upper->data_end = at + length;
     }
     pthread_mutex_unlock(&upper->append);
-    int rc = write_fully(upper->data_fd, buffer, length, at);
+    return at;
+}
+
+/* The log would fill the page cache with pages that nobody reads (a guest has its own cache), until writers are held
+ * back to the pace of the kernel's write-back. Small writes stay in it: there it is faster. */
+static int write_direct(struct upper *upper, const void *buffer, size_t length, uint64_t at)
+{
+    void *aligned = scratch_buffer(SCRATCH_DIRECT, length);
+    if (!aligned)
+        return -ENOMEM;
+    memcpy(aligned, buffer, length);
+    return write_fully(upper->direct_fd, aligned, length, at);
+}
+
+static int write_piece(struct upper *upper, const void *buffer, size_t length, uint64_t offset)
+{
+    bool direct = upper->direct_fd >= 0 && length >= DIRECT_FROM && length % DIRECT_ALIGN == 0;
+    uint64_t at = allocate(upper, length, direct ? DIRECT_ALIGN : LSMT_SECTOR);
+    int rc = direct ? write_direct(upper, buffer, length, at) : -EINVAL;
+    if (rc == -EINVAL) /* small, or a device with larger blocks than DIRECT_ALIGN */
+        rc = write_fully(upper->data_fd, buffer, length, at);
     if (rc)
         return rc;
     uint32_t crc = data_crc(upper->seed, buffer, length);

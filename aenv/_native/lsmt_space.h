@@ -31,6 +31,6 @@ void space_dead(struct space *space, uint64_t begin, uint64_t sectors);
 void space_flush_begin(struct space *space);
 void space_flush_end(struct space *space, bool barrier); /* whether a barrier was written after this flush */
 void space_release(struct space *space);                 /* no read is running */
-bool space_take(struct space *space, uint64_t sectors, uint64_t *begin);
+bool space_take(struct space *space, uint64_t sectors, uint64_t align, uint64_t *begin);
 
 #endif

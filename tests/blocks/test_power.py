@@ -16,7 +16,11 @@ from aenv._native.lsmt import Image
 from tests.blocks.test_sanitizers import HERE, NATIVE
 
 BLOCKS, BLOCK, PAGE = 64, 4096, 4096
-SMALL = ["-DRELEASE_FROM=16384", "-DSHORTEN_FROM=64"]  # so that space is used again, and the index rewritten, often
+SMALL = [
+    "-DRELEASE_FROM=16384",
+    "-DSHORTEN_FROM=64",
+    "-DDIRECT_FROM=4096",
+]  # so that space is used again, and the index rewritten, often
 
 
 class Kind(IntEnum):

@@ -23,7 +23,8 @@ def build(target: Path, sanitizer: str) -> Path:
     command = [
         compiler, "-std=gnu11", "-O1", "-g", "-Wall", "-Wextra", "-Werror", f"-fsanitize={sanitizer}",
         "-fno-sanitize-recover=all",
-        "-DRELEASE_FROM=16384", "-DSHORTEN_FROM=64", f"-I{NATIVE}", "-o", str(target), str(HERE / "c_exercise.c"),
+        "-DRELEASE_FROM=16384", "-DSHORTEN_FROM=64", "-DDIRECT_FROM=4096",
+        f"-I{NATIVE}", "-o", str(target), str(HERE / "c_exercise.c"),
         *map(str, sorted(NATIVE.glob("c_lsmt_*.c"))), "-llz4", "-lzstd", "-lpthread",
     ]  # fmt: skip
     subprocess.run(command, check=True, capture_output=True, text=True)
