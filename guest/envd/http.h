@@ -47,6 +47,9 @@ struct http_request {
 	void *state;              /* the handler's own */
 	void (*on_body)(struct http_request *req, const char *data, size_t len); /* len > 0 */
 	void (*on_end)(struct http_request *req);   /* body complete (also called for an empty body) */
+	/* Once, when the complete answer has been offered to the kernel (it takes at least what fits its buffer) and before
+	 * anything else is read, on this connection or another: for work that the client need not wait for. */
+	void (*on_sent)(struct http_request *req);
 	void (*on_drain)(struct http_request *req); /* output was above HTTP_HIGH_WATER and is now empty */
 	void (*on_close)(struct http_request *req); /* last call, see above: free `state` here */
 

@@ -183,6 +183,8 @@ static int check_request(const http_parser *parser, const struct http_request *r
 		return 400; /* two framings: someone on the way may see another message than we do */
 	if (count_headers(req, "content-length") && count_headers(req, "transfer-encoding"))
 		return 400;
+	if (parser->content_length != UINT64_MAX && parser->content_length > INT64_MAX) /* the parser's "none" is UINT64_MAX */
+		return 413;
 	if (count_headers(req, "transfer-encoding") &&
 	    (req->http10 || strcasecmp(http_header(req, "transfer-encoding"), "chunked") != 0))
 		return req->http10 ? 400 : 501;

@@ -1,5 +1,9 @@
 /* POST /init: the host tells a new or restored guest who and when it is. Everything is checked before anything is
- * changed. A timestamp older than that of the last call means a late, repeated request: it is ignored. */
+ * changed. A timestamp older than that of the last call means a late, repeated request: it is ignored.
+ *
+ * The host waits for the answer before it lets anyone in, and under software emulation the write path of a file system
+ * costs tens of milliseconds after a restore. So files are written behind the answer, but before the agent reads anything
+ * else: whoever asks next finds them. */
 #define _GNU_SOURCE
 #include <ctype.h>
 #include <stdlib.h>
@@ -27,6 +31,8 @@ struct init {
 struct body {
 	char *text;
 	size_t len;
+	/* What the files are to say, once the answer is out. */
+	char *hostname, *machine_id;
 };
 
 /* ---- RFC 3339 ---- */
@@ -154,9 +160,26 @@ static void apply_system(const struct init *init)
 		system_set_clock(init->ns);
 	if (init->hostname)
 		system_set_hostname(init->hostname);
-	if (init->machine_id)
-		system_set_machine_id(init->machine_id);
+}
+
+static void write_files(struct http_request *req)
+{
+	const struct body *body = req->state;
+
+	if (body->hostname)
+		system_write_hosts(body->hostname);
+	if (body->machine_id)
+		system_write_machine_id(body->machine_id);
 	system_mark_sandbox();
+}
+
+static void write_files_later(struct http_request *req, const struct init *init)
+{
+	struct body *body = req->state;
+
+	body->hostname = init->hostname ? strdup(init->hostname) : NULL;
+	body->machine_id = init->machine_id ? strdup(init->machine_id) : NULL;
+	req->on_sent = write_files;
 }
 
 static void apply(struct envd *envd, const struct init *init)
@@ -176,8 +199,6 @@ static void apply(struct envd *envd, const struct init *init)
 		replace(&envd->sandbox_id, init->sandbox_id);
 	if (init->template_id)
 		replace(&envd->template_id, init->template_id);
-	if (!envd->no_system)
-		apply_system(init);
 }
 
 /* ---- HTTP ---- */
@@ -216,8 +237,13 @@ static void on_end(struct http_request *req)
 	} else {
 		bool stale = init.timestamp && init.ns < req->envd->init_ns;
 
-		if (!stale && body->len > 0)
+		if (!stale && body->len > 0) {
 			apply(req->envd, &init);
+			if (!req->envd->no_system) {
+				apply_system(&init);
+				write_files_later(req, &init);
+			}
+		}
 		http_add_header(req, "Cache-Control", "no-store");
 		http_add_header(req, "X-Envd-Version", ENVD_VERSION);
 		http_reply(req, 204, NULL, NULL, 0);
@@ -231,6 +257,8 @@ static void on_close(struct http_request *req)
 	struct body *body = req->state;
 
 	free(body->text);
+	free(body->hostname);
+	free(body->machine_id);
 	free(body);
 }
 

@@ -53,6 +53,12 @@ void system_add_entropy(const uint8_t *data, size_t len)
 	explicit_bzero(&pool, sizeof pool);
 }
 
+void system_set_hostname(const char *name)
+{
+	if (sethostname(name, strlen(name)) < 0)
+		complain("setting the host name");
+}
+
 /* ---- files: the image's owner may have put anything there, so links are not followed ---- */
 
 /* The content, malloc'ed and NUL-terminated; NULL when there is no such file of a sane size. */
@@ -114,13 +120,10 @@ static char *hosts_with(const char *before, const char *name)
 	return after;
 }
 
-void system_set_hostname(const char *name)
+void system_write_hosts(const char *name)
 {
-	char *before, *after;
+	char *before = read_file("/etc/hosts"), *after;
 
-	if (sethostname(name, strlen(name)) < 0)
-		complain("setting the host name");
-	before = read_file("/etc/hosts");
 	if (!before && access("/etc/hosts", F_OK) == 0)
 		return; /* something else than a plain small file: not ours to replace */
 	after = hosts_with(before ? before : "", name);
@@ -130,7 +133,7 @@ void system_set_hostname(const char *name)
 	free(after);
 }
 
-void system_set_machine_id(const char *id)
+void system_write_machine_id(const char *id)
 {
 	char line[40];
 

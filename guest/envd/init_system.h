@@ -11,9 +11,13 @@ enum { SYSTEM_MAX_ENTROPY = 512 }; /* bytes */
 void system_set_clock(int64_t wanted);
 /* Mixes bytes that no other clone of the snapshot gets into the kernel's random pool and makes it use them at once. */
 void system_add_entropy(const uint8_t *data, size_t len);
-/* Sets the host name, and a line of /etc/hosts so that it resolves (sudo looks it up at every call). */
 void system_set_hostname(const char *name);
-void system_set_machine_id(const char *id);
+
+/* Files: these wait for the disk. */
+
+/* A line of /etc/hosts, so that the host name resolves (sudo looks it up at every call). */
+void system_write_hosts(const char *name);
+void system_write_machine_id(const char *id);
 /* /run/e2b/.E2B_SANDBOX, by which programs know where they are. */
 void system_mark_sandbox(void);
 

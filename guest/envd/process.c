@@ -260,7 +260,8 @@ static void process_free(struct process *process)
 	output_close(&process->outputs[1]);
 	process_input_end(process);
 	event_del(&process->deadline);
-	event_del(&process->timer);
+	event_del(&process->grace);
+	event_del(&process->retention);
 	TAILQ_REMOVE(&process->owner->list, process, link);
 	json_decref(process->config);
 	free(process->tag);
@@ -272,7 +273,7 @@ static void process_forget(struct process *process)
 {
 	process->owner->n_ended--;
 	process->forgotten = true;
-	event_del(&process->timer);
+	event_del(&process->retention);
 	if (!outputs_open(process))
 		process_free(process);
 }
@@ -308,9 +309,8 @@ static void process_end(struct process *process)
 	process->owner->n_ended++;
 	TAILQ_REMOVE(&process->owner->list, process, link); /* ended records lie in the order of their ends */
 	TAILQ_INSERT_TAIL(&process->owner->list, process, link);
-	event_del(&process->timer); /* the last grace, when the output has ended within it */
-	evtimer_assign(&process->timer, process_base(process), on_retained, process);
-	after_ms(&process->timer, RETAIN_SECONDS * 1000);
+	event_del(&process->grace); /* the output may have ended within it */
+	after_ms(&process->retention, RETAIN_SECONDS * 1000);
 	limit_retained(process->owner);
 }
 
@@ -322,7 +322,7 @@ static void on_grace(evutil_socket_t fd, short what, void *arg)
 		return; /* drain() comes back when the reader has caught up */
 	if (process->grew && ++process->graces < MAX_GRACES) {
 		process->grew = false;
-		after_ms(&process->timer, GRACE_MS);
+		after_ms(&process->grace, GRACE_MS);
 	} else {
 		process_end(process);
 	}
@@ -345,7 +345,7 @@ static void drain(struct process *process)
 		process_end(process);
 	} else {
 		process->grew = false;
-		after_ms(&process->timer, GRACE_MS);
+		after_ms(&process->grace, GRACE_MS);
 	}
 }
 
@@ -515,7 +515,8 @@ struct process *process_add(struct processes *processes, const struct spawn_resu
 	process->config = json_incref(config);
 	LIST_INIT(&process->subscribers);
 	evtimer_assign(&process->deadline, processes->envd->base, on_deadline, process);
-	evtimer_assign(&process->timer, processes->envd->base, on_grace, process);
+	evtimer_assign(&process->grace, processes->envd->base, on_grace, process);
+	evtimer_assign(&process->retention, processes->envd->base, on_retained, process);
 	output_init(process, &process->outputs[0], pty ? OUTPUT_PTY : OUTPUT_STDOUT, spawned->out);
 	output_init(process, &process->outputs[1], OUTPUT_STDERR, spawned->err);
 	process_input_init(process, pty ? spawned->out : spawned->in);

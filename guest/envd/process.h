@@ -69,7 +69,8 @@ struct process {
 	LIST_HEAD(, input_waiter) waiters;
 	LIST_HEAD(, subscriber) subscribers;
 	struct event deadline;
-	struct event timer;        /* DRAINING: grace; ENDED: retention */
+	struct event grace;        /* DRAINING */
+	struct event retention;    /* ENDED */
 	unsigned graces;
 	bool grew;                 /* output was read since the last grace */
 };

@@ -1,4 +1,4 @@
-"""The smallest FUSE file system: one empty directory. It stands for a network mount."""
+"""The smallest FUSE file system: one empty directory. It stands for a network mount, or for a slow disk."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import threading
 from pathlib import Path
 from types import TracebackType
 
-GETATTR, SETATTR, STATFS, INIT, FORGET, INTERRUPT = 3, 4, 17, 26, 2, 36  # opcodes of linux/fuse.h
+LOOKUP, GETATTR, SETATTR, STATFS, INIT, FORGET, INTERRUPT = 1, 3, 4, 17, 26, 2, 36  # opcodes of linux/fuse.h
 ROOT_ATTRIBUTES = struct.pack("<QII", 0, 0, 0) + struct.pack(
     "<6Q10I", 1, 0, 0, 0, 0, 0, 0, 0, 0, stat.S_IFDIR | 0o755, 2, 0, 0, 0, 4096, 0
 )
@@ -25,10 +25,11 @@ ANSWERS = {
 
 
 class EmptyFuse:
-    """Mounted for the time of a with-block."""
+    """Mounted for the time of a with-block. Who looks a name up in it waits until `gate` is set."""
 
-    def __init__(self, where: Path) -> None:
+    def __init__(self, where: Path, gate: threading.Event | None = None) -> None:
         self.where = where
+        self.gate = gate
         self.device = os.open("/dev/fuse", os.O_RDWR)
         self.server = threading.Thread(target=self._serve)
 
@@ -42,6 +43,8 @@ class EmptyFuse:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self.gate:
+            self.gate.set()
         subprocess.run(["umount", "-l", self.where], check=True)
         self.server.join()
         os.close(self.device)
@@ -53,6 +56,8 @@ class EmptyFuse:
                 opcode, unique = struct.unpack_from("<4xIQ", request)
                 if opcode in (FORGET, INTERRUPT):
                     continue
+                if opcode == LOOKUP and self.gate:
+                    self.gate.wait()
                 answer = ANSWERS.get(opcode)
                 body = answer or b""
                 error = 0 if answer else -errno.ENOSYS

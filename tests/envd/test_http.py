@@ -117,6 +117,8 @@ def test_unknown_path_and_method(agent: Agent) -> None:
         (b"POST /init HTTP/1.1\r\nHost: a\r\nContent-Length: -1\r\n\r\n", 400),
         (b"POST /init HTTP/1.1\r\nHost: a\r\nContent-Length: +1\r\n\r\n1", 400),
         (b"POST /init HTTP/1.1\r\nHost: a\r\nContent-Length: 99999999999999999999999\r\n\r\n", 400),
+        (b"POST /init HTTP/1.1\r\nHost: a\r\nContent-Length: 9223372036854775808\r\n\r\n", 413),
+        (b"POST /init HTTP/1.1\r\nHost: a\r\nContent-Length: 18446744073709551609\r\n\r\n", 413),
         (b"POST /init HTTP/1.1\r\nHost: a\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n12", 400),
         (b"POST /init HTTP/1.1\r\nHost: a\r\nContent-Length: 1\r\nContent-Length: 1\r\n\r\n1", 400),
         (b"POST /init HTTP/1.1\r\nHost: a\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", 400),

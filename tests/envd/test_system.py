@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import base64
+import json
 import os
 import shutil
+import signal
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.envd.client import Agent, basic, shell
+from tests.envd.client import JSON, Agent, basic, post, read_all, shell, statuses
+from tests.envd.empty_fuse import EmptyFuse
 
 pytestmark = pytest.mark.root
 
@@ -125,11 +129,17 @@ def test_agent_that_is_not_root_runs_processes_as_itself(envd_binary: Path, tmp_
         agent.stop()
 
 
+def init(agent: Agent, **fields: str) -> None:
+    """As the host does it. The files are there when the agent has answered anything else."""
+    assert agent.init(**fields).status == 204
+    assert agent.request("GET", "/health").status == 204
+
+
 def test_init_sets_the_system(boxed: Callable[..., Agent], tmp_path: Path) -> None:
     agent = boxed(machine_id="old and much longer than the new one, which replaces it\n")
     before = os.uname().nodename
     entropy = base64.b64encode(os.urandom(512)).decode()
-    assert agent.init(hostname="box-1.test", machineId="0123456789abcdef" * 2, entropy=entropy).status == 204
+    init(agent, hostname="box-1.test", machineId="0123456789abcdef" * 2, entropy=entropy)
     assert agent.run("cat /proc/sys/kernel/hostname").output["stdout"] == b"box-1.test\n"
     assert os.uname().nodename == before
     assert (tmp_path / "etc/machine-id").read_text() == "0123456789abcdef" * 2 + "\n"
@@ -152,7 +162,7 @@ def test_init_sets_the_system(boxed: Callable[..., Agent], tmp_path: Path) -> No
 def test_host_name_resolves(boxed: Callable[..., Agent], tmp_path: Path, before: str | None, after: str) -> None:
     agent = boxed(**({} if before is None else {"hosts": before}))
     for name in ("one", "two", "two"):
-        agent.init(hostname=name)
+        init(agent, hostname=name)
         assert (tmp_path / "etc/hosts").read_text() == f"{after}127.0.1.1\t{name} # this sandbox\n"
     assert agent.run("getent hosts two", basic("root")).output["stdout"].split() == [b"127.0.1.1", b"two"]
     assert agent.errors() == ""
@@ -162,16 +172,16 @@ def test_host_name_resolves(boxed: Callable[..., Agent], tmp_path: Path, before:
 def test_odd_hosts_file_is_left_alone(boxed: Callable[..., Agent], tmp_path: Path, content: bytes) -> None:
     agent = boxed()
     (tmp_path / "etc/hosts").write_bytes(content)
-    assert agent.init(hostname="name").status == 204
+    init(agent, hostname="name")
     assert (tmp_path / "etc/hosts").read_bytes() == content
 
 
 def test_what_is_right_already_is_not_written_again(boxed: Callable[..., Agent], tmp_path: Path) -> None:
     agent = boxed()
     files = [tmp_path / "etc/hosts", tmp_path / "etc/machine-id", tmp_path / "run/e2b/.E2B_SANDBOX"]
-    agent.init(hostname="name", machineId="a" * 32)
+    init(agent, hostname="name", machineId="a" * 32)
     before = [file.stat().st_mtime_ns for file in files]
-    agent.init(hostname="name", machineId="a" * 32)
+    init(agent, hostname="name", machineId="a" * 32)
     assert [file.stat().st_mtime_ns for file in files] == before
 
 
@@ -182,6 +192,71 @@ def test_init_does_not_follow_links(boxed: Callable[..., Agent], tmp_path: Path)
     victim.write_text("kept")
     for name in ("machine-id", "hosts"):
         (tmp_path / "etc" / name).symlink_to(victim)
-    assert agent.init(machineId="a" * 32, hostname="name").status == 204
+    init(agent, machineId="a" * 32, hostname="name")
     assert victim.read_text() == "kept"
     assert "machine-id" in agent.errors()
+
+
+# ---- files behind the answer to /init ----
+
+READ_MACHINE_ID = b"GET /files?path=/etc/machine-id HTTP/1.1\r\nHost: agent\r\nConnection: close\r\n\r\n"
+
+
+def init_request(machine_id: str) -> bytes:
+    return post("/init", json.dumps({"machineId": machine_id, "hostname": "name"}).encode(), JSON)
+
+
+def test_next_request_on_the_same_connection_finds_the_files(boxed: Callable[..., Agent]) -> None:
+    agent = boxed(machine_id="old\n")
+    for digit in "0123456789":
+        answers = agent.exchange(init_request(digit * 32) + READ_MACHINE_ID)
+        assert statuses(answers) == [204, 200]
+        assert answers.endswith(digit.encode() * 32 + b"\n")
+
+
+def test_next_request_on_another_connection_finds_the_files(boxed: Callable[..., Agent]) -> None:
+    """Both requests wait when the agent turns to them."""
+    agent = boxed(machine_id="old\n")
+    for digit in "0123456789":
+        with (
+            agent.raw(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n") as first,
+            agent.raw(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n") as second,
+        ):
+            assert b" 204 " in first.recv(4096)
+            assert b" 204 " in second.recv(4096)
+            agent.process.send_signal(signal.SIGSTOP)
+            first.sendall(init_request(digit * 32))
+            second.sendall(READ_MACHINE_ID)
+            agent.process.send_signal(signal.SIGCONT)
+            assert read_all(second).endswith(digit.encode() * 32 + b"\n")
+            assert b" 204 " in first.recv(4096)
+
+
+def test_host_that_leaves_before_the_answer_still_gets_the_files(boxed: Callable[..., Agent], tmp_path: Path) -> None:
+    agent = boxed(machine_id="old\n")
+    agent.process.send_signal(signal.SIGSTOP)
+    agent.raw(init_request("a" * 32)).close()
+    agent.process.send_signal(signal.SIGCONT)
+    assert agent.request("GET", "/health").status == 204
+    assert (tmp_path / "etc/machine-id").read_text() == "a" * 32 + "\n"
+
+
+@pytest.fixture
+def slow_run(tmp_path: Path) -> Iterator[threading.Event]:
+    """The agent's /run is on a disk that answers once the event is set. Named before `boxed`, it outlives the agent."""
+    gate = threading.Event()
+    (tmp_path / "run").mkdir()
+    with EmptyFuse(tmp_path / "run", gate):
+        yield gate
+
+
+@pytest.mark.skipif(not Path("/dev/fuse").exists(), reason="/dev/fuse is missing")
+def test_answer_does_not_wait_for_the_disk(
+    slow_run: threading.Event, boxed: Callable[..., Agent], tmp_path: Path
+) -> None:
+    agent = boxed(machine_id="old\n")
+    assert agent.init(machineId="a" * 32, hostname="name").status == 204
+    slow_run.set()
+    assert agent.request("GET", "/health").status == 204
+    assert (tmp_path / "etc/machine-id").read_text() == "a" * 32 + "\n"
+    assert "/run/e2b" in agent.errors()
