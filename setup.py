@@ -34,8 +34,9 @@ def extension(folder: str, name: str, **options: list[str]) -> Extension:
     depends = sorted(str(p.relative_to(ROOT)) for p in headers)
     module = f"{folder.replace('/', '.')}.{name}"
     return Extension(
-        module, sources, depends=depends, extra_compile_args=[*OPTIMISE, *WARNINGS], include_dirs=[folder, "aenv/_native"], **options
-    )
+        module, sources, depends=depends, extra_compile_args=[*OPTIMISE, *WARNINGS],
+        include_dirs=[folder, "aenv/_native"], **options,
+    )  # fmt: skip
 
 
 def archive(name: str) -> str:

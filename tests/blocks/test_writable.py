@@ -80,7 +80,7 @@ def test_data_cut_at_every_byte_leaves_a_prefix_of_the_history(new_writable: New
     generator = random.Random(2)
     model = bytearray(SIZE)
     states, ends = [bytes(model)], [4096]
-    for _ in range(4):
+    for _ in range(2):
         offset = generator.randrange(SIZE // 512 - 2) * 512
         data = generator.randbytes(1024)
         image.write(offset, data)
