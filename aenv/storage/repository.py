@@ -8,6 +8,7 @@ which never change.
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import re
 import shutil
@@ -21,6 +22,8 @@ import msgspec
 from aenv.errors import ConflictError, InvalidInputError, NotFoundError
 from aenv.snapshot.manifest import Manifest, SnapshotKind, sync_directory, write_atomically
 from aenv.vmm.base import Machine
+
+log = logging.getLogger("aenv.storage")
 
 NAMES_FILE = "names.json"
 DEFAULT_TAG = "default"
@@ -97,7 +100,7 @@ class Repository:
         raise NotFoundError(f"template {text!r} does not exist", hint="aenv template ls shows what there is")
 
     def templates(self) -> list[Template]:
-        """All of them, oldest first."""
+        """All that are whole, oldest first. A damaged one must not hide the others: the log says what is wrong."""
         names = self._names()
         found = []
         for entry in self._directory.iterdir():
@@ -106,6 +109,8 @@ class Repository:
                     found.append(self._template(entry.name, names))
                 except NotFoundError:
                     continue  # another process deleted it just now
+                except InvalidInputError as error:
+                    log.error("template %s is left out: %s", entry.name, error)
         return sorted(found, key=lambda t: t.manifest.created)
 
     def commit(self, staged: Path, names: Sequence[str] = ()) -> Template:

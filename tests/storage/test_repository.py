@@ -164,6 +164,15 @@ def test_a_manifest_of_another_template_is_refused(repository: Repository, folde
         again(repository).find("base")
 
 
+def test_a_damaged_template_does_not_hide_the_others(
+    repository: Repository, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    damaged, whole = committed(repository, folder, "damaged"), committed(repository, folder, "whole")
+    (damaged.directory / "manifest.json").write_text("{}")
+    assert [t.id for t in again(repository).templates()] == [whole.id]
+    assert f"template {damaged.id} is left out: manifest" in caplog.text
+
+
 @pytest.mark.parametrize("text", [b"", b"{", b"[]", b'{"base": 5}', b"\xff", b"[" * 100_000, b'{"a":' * 100_000])
 def test_damaged_names_are_refused_and_never_written_over(repository: Repository, folder: Path, text: bytes) -> None:
     template = committed(repository, folder, "base")
