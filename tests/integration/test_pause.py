@@ -135,7 +135,7 @@ def test_auto_pause_at_the_time_out(daemon: Daemon) -> None:
         sandbox.set_timeout(1)
         end = time.time() + 1
         wait_until(lambda: daemon.list()[sandbox.sandbox_id] == "paused", "its pause")
-        assert time.time() - end < 3
+        assert time.time() - end < 6, "a second on an idle machine"
         sandbox = daemon.connect(sandbox.sandbox_id)
         assert sandbox.commands.run("cat /dev/shm/word").stdout == "kept\n"
         assert sandbox.get_info().lifecycle["on_timeout"] == "pause"

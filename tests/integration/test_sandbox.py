@@ -157,8 +157,8 @@ def test_time_out_ends_a_sandbox(daemon: Daemon) -> None:
     end = time.time() + 2
     wait_until(lambda: sandbox.sandbox_id not in daemon.list(), "its end")
     late = time.time() - end
-    assert -0.5 < late < 2
-    assert not (daemon.home.sandboxes / sandbox.sandbox_id).exists()
+    assert -0.5 < late < 5, "a second on an idle machine"
+    wait_until(lambda: not (daemon.home.sandboxes / sandbox.sandbox_id).exists(), "end of its directory")
     assert "expired" in daemon.log()
 
 
@@ -197,8 +197,8 @@ import socket, sys
 from concurrent.futures import ThreadPoolExecutor
 
 def attempt(target):
-    host, port = target.rsplit(":", 1)
-    with socket.socket() as made:
+    host, port = target.rsplit("/", 1)
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as made:
         made.settimeout(3)
         try:
             made.connect((host, int(port)))
@@ -221,11 +221,12 @@ def test_a_guest_reaches_nobody(daemon: Daemon, box: Sandbox) -> None:
         own = box.commands.run("ip -4 -br addr show dev eth0").stdout.split()[-1].split("/")[0]
         assert own == "169.254.0.21"
         hosts = ["169.254.0.22", "169.254.0.20", "169.254.0.23", "169.254.169.254", "10.0.0.1", "172.17.0.1",
-                 "192.168.0.1", "100.64.0.1", "198.18.0.1", "192.0.2.1"]  # fmt: skip
-        targets = [f"{host}:{port}" for host in hosts for port in (22, 53, 80, 8000, 49983, int(api))]
+                 "192.168.0.1", "100.64.0.1", "198.18.0.1", "192.0.2.1", "fd00:ae::22", "fd00:ec2::254"]  # fmt: skip
+        targets = [f"{host}/{port}" for host in hosts for port in (22, 53, 80, 8000, 49983, int(api))]
+        control = "127.0.0.1/49983"  # the agent: the probe finds what is there
         box.files.write("/tmp/probe.py", PROBE)
-        done = box.commands.run(f"python3 /tmp/probe.py {' '.join(targets)}", timeout=180)
-        assert done.stdout == f"probed {len(targets)}\n"
+        done = box.commands.run(f"python3 /tmp/probe.py {control} {' '.join(targets)}", timeout=180)
+        assert done.stdout == f"REACHED {control}\nprobed {len(targets) + 1}\n"
     finally:
         other.kill()
 
