@@ -9,7 +9,7 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Any
 
-from msgspec import Struct, field
+from msgspec import Struct, field, json
 
 from aenv.observe.logs import LogEntry
 from aenv.observe.metrics import MetricPoint
@@ -296,8 +296,17 @@ class MetricsBySandbox(Struct):
 
 
 class LogLine(Struct):
+    """`line` is itself a JSON object: E2B's command line parses it and needs `level` and `logger` in there."""
+
     timestamp: datetime
     line: str
+
+    @classmethod
+    def of(cls, entry: LogEntry) -> LogLine:
+        fields = dict(entry.fields)
+        logger = fields.pop("source", "")
+        line = fields | {"logger": logger, "level": entry.level.value, "message": entry.message}
+        return cls(entry.timestamp, json.encode(line).decode())
 
 
 class LogEntryBody(Struct):
@@ -312,7 +321,7 @@ class LogEntryBody(Struct):
 
 
 class LogsBody(Struct, rename="camel"):
-    """First generation: the same lines twice, bare and with their fields."""
+    """First generation: the same lines twice, as text and with their fields."""
 
     logs: list[LogLine]
     log_entries: list[LogEntryBody]

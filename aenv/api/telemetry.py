@@ -63,7 +63,7 @@ class TelemetryHandlers:
         return Response.json(
             200,
             LogsBody(
-                logs=[LogLine(entry.timestamp, entry.message) for entry in entries],
+                logs=[LogLine.of(entry) for entry in entries],
                 log_entries=[LogEntryBody.of(entry) for entry in entries],
             ),
         )

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from datetime import timedelta
 
 import pytest
@@ -117,7 +118,11 @@ def test_logs_of_the_first_generation(node: Node) -> None:
     info = node.service.add()
     write(node, info.id, 2)
     answer = node.call("GET", f"/sandboxes/{info.id}/logs?start=1&limit=5000").json
-    assert [line["line"] for line in answer["logs"]] == ["sandbox created", "line 0", "line 1"]
+    assert [json.loads(line["line"]) for line in answer["logs"]] == [
+        {"message": "sandbox created", "level": "info", "logger": "event", "event": "created"},
+        {"message": "line 0", "level": "info", "logger": "stdout"},
+        {"message": "line 1", "level": "warn", "logger": "stdout"},
+    ]
     assert [entry["message"] for entry in answer["logEntries"]] == ["sandbox created", "line 0", "line 1"]
     assert answer["logEntries"][0]["fields"] == {"source": "event", "event": "created"}
 
