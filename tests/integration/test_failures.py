@@ -16,6 +16,9 @@ from tests.integration.conftest import Daemon, NewDaemon, wait_until
 
 pytestmark = pytest.mark.vm
 
+# The agent is the first process that PID 1 starts. It was started from a descriptor and has no name to find it by.
+STOP_AGENT = "(sleep 0.3; kill -STOP $(pgrep -o -P 1)) &"
+
 
 def gone(daemon: Daemon, sandbox: Sandbox) -> None:
     """Not listed, no process, no directory."""
@@ -26,21 +29,23 @@ def gone(daemon: Daemon, sandbox: Sandbox) -> None:
 
 
 @pytest.mark.parametrize(
-    ("command", "reason"),
+    ("command", "last_words"),
     [
-        ("kill -TERM 1", "the guest shut down"),
-        ("echo c > /proc/sysrq-trigger", "the guest"),
-        ("echo o > /proc/sysrq-trigger", "the guest shut down"),
-        ("echo b > /proc/sysrq-trigger", "the guest shut down"),
+        ("kill -TERM 1", "powering off"),
+        ("echo c > /proc/sysrq-trigger", "Kernel panic - not syncing: sysrq triggered crash"),
+        ("echo o > /proc/sysrq-trigger", ""),
+        ("echo b > /proc/sysrq-trigger", ""),
     ],
 )
-def test_a_guest_that_ends_is_gone_and_the_reason_is_in_the_log(daemon: Daemon, command: str, reason: str) -> None:
+def test_a_guest_that_ends_is_gone_and_the_reason_is_in_the_log(daemon: Daemon, command: str, last_words: str) -> None:
     sandbox = daemon.create()
     vmm = daemon.vmm_of(sandbox)
     sandbox.commands.run(f"echo 1 > /proc/sys/kernel/sysrq; (sleep 0.2; {command}) &", user="root", background=True)
     gone(daemon, sandbox)
     assert vmm not in daemon.vmms()
-    assert f"sandbox {sandbox.sandbox_id} lost: {reason}" in daemon.log()
+    _, lost, reason = daemon.log().partition(f"sandbox {sandbox.sandbox_id} lost: the guest shut down (")
+    assert lost
+    assert last_words in reason, "the end of its console"
 
 
 def test_a_killed_vmm_is_noticed(daemon: Daemon) -> None:
@@ -72,7 +77,7 @@ def test_a_stopped_vmm_can_be_killed(daemon: Daemon) -> None:
 def test_a_stopped_agent_does_not_hold_up_others(daemon: Daemon) -> None:
     sandbox, other = daemon.create(), daemon.create()
     try:
-        sandbox.commands.run("(sleep 0.3; kill -STOP $(pgrep -x envd || pidof envd)) &", user="root", background=True)
+        sandbox.commands.run(STOP_AGENT, user="root", background=True)
         wait_until(lambda: not_answering(sandbox), "silence of the agent")
         assert other.commands.run("echo fine").stdout == "fine\n"
         assert sandbox.pause() is True, "a pause does not need the guest"
@@ -177,18 +182,35 @@ def test_a_damaged_manifest_names_its_field_and_hides_no_other(new_daemon: NewDa
     sandbox.kill()
 
 
-def test_a_guest_that_never_answers(new_daemon: NewDaemon) -> None:
-    """Its memory is all zero, so its first instruction is the last one that makes sense."""
+def test_a_guest_whose_memory_is_nonsense(new_daemon: NewDaemon) -> None:
     daemon = new_daemon(AENV_AGENT_TIMEOUT="3", AENV_VMM_POOL="0").start()
-    template = copied(daemon, "silent")
+    template = copied(daemon, "zeros")
     size = (template / "memory").stat().st_size
     (template / "memory").unlink()
     with (template / "memory").open("wb") as file:
         file.truncate(size)
-    status, message = refused(daemon, "silent")
+    status, message = refused(daemon, "zeros")
     assert status == 500
-    assert "the guest agent did not answer within 3 s" in message or "the machine ended while it started" in message
+    assert "did not answer within 3 s" in message or "the machine ended while it started" in message
     assert daemon.vmms() == {}
+    daemon.stop()
+    assert daemon.left() == []
+
+
+def test_a_guest_that_never_answers(new_daemon: NewDaemon) -> None:
+    """Its agent was stopped before the pause: the resume fails in time and says so, and nothing of it runs."""
+    daemon = new_daemon(AENV_AGENT_TIMEOUT="3", AENV_VMM_POOL="0").start()
+    sandbox = daemon.create()
+    sandbox.commands.run(STOP_AGENT, user="root", background=True)
+    wait_until(lambda: not_answering(sandbox), "silence of the agent")
+    assert sandbox.pause() is True
+    for _ in range(2):
+        status, answer = daemon.request("POST", f"/v2/sandboxes/{sandbox.sandbox_id}/connect", {"timeout": 60})
+        assert status == 500
+        assert "the guest agent did not answer within 3 s" in answer["message"]
+        wait_until(lambda: daemon.vmms() == {}, "end of its machine")
+        assert daemon.list() == {sandbox.sandbox_id: "paused"}
+    assert sandbox.kill() is True
     assert list(daemon.home.sandboxes.iterdir()) == []
     daemon.stop()
     assert daemon.left() == []
