@@ -43,7 +43,7 @@ CONNECT_TIMEOUT = 2.0
 WARM_UP = (
     "true",
     "ls -la /home/user /tmp >/dev/null; cat /etc/os-release >/dev/null",
-    "python3 -c 'import json, os, re, subprocess, sys'",
+    "python3 -c 'import asyncio, http.server, json, os, re, subprocess, sys'",
     "git --version >/dev/null; sudo -n true",
 )
 WARM_UP_ROUNDS = 2
