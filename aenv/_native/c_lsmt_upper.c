@@ -219,10 +219,14 @@ static int find_space(struct upper *upper, struct fault *fault)
     uint64_t live = live_sectors(&upper->map) * LSMT_SECTOR, begin = LSMT_BLOCK / LSMT_SECTOR;
     if (upper->data_end - LSMT_BLOCK - live < RELEASE_FROM)
         return 0;
-    int rc = rewrite_index(upper, fault);
-    struct index *index = rc ? NULL : map_freeze(&upper->map);
-    if (rc || !index)
-        return rc ? rc : fault_set(fault, ENOMEM, "memory", "out of memory");
+    int rc = replace_index(upper);
+    if (rc && upper->failed)
+        return fault_set(fault, -rc, "index", "cannot be rewritten: %s", strerror(-rc));
+    if (rc)
+        return 0; /* a full disk must not keep the layer from being opened: it goes on growing */
+    struct index *index = map_freeze(&upper->map);
+    if (!index)
+        return fault_set(fault, ENOMEM, "memory", "out of memory");
     qsort(index->segments, index->count, sizeof *index->segments, by_moffset);
     for (size_t i = 0; i < index->count; i++) {
         const struct segment *s = &index->segments[i];

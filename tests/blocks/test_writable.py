@@ -560,6 +560,44 @@ def test_full_disk_fails_the_write_and_loses_nothing(tmp_path: Path) -> None:
         subprocess.run(["umount", mount], check=True)
 
 
+def until_full(write: Callable[[], object]) -> None:
+    for _ in range(10_000):
+        try:
+            write()
+        except (OSError, UnavailableError):
+            return
+    pytest.fail("the disk is not full yet")
+
+
+@pytest.mark.root
+def test_layer_full_of_dead_data_opens_on_a_full_disk(tmp_path: Path) -> None:
+    """Finding the dead space again rewrites the index file, for which there is no room here."""
+    mount = tmp_path / "small"
+    mount.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24M", "tmpfs", mount], check=True)
+    try:
+        files = mount / "data", mount / "index"
+        create_writable(*files, 4 << 20, uuid=str(uuid.uuid4()))
+        image = Image(None, *files)
+        for i in range(300):
+            image.write(i % 64 * 65536, bytes([i % 255 + 1]) * 65536)
+        until_full(lambda: image.write(0, b"x" * 65536))
+        expected = image.read(0, 4 << 20)
+        image.close()
+        with (mount / "fill").open("wb", buffering=0) as file:
+            until_full(lambda: file.write(b"x" * 4096))
+        assert content(files) == expected
+        (mount / "fill").unlink()
+        assert content(files) == expected
+        image = Image(None, *files)
+        for i in range(64):
+            image.write(i * 65536, b"y" * 65536)
+        assert image.read(0, 4 << 20) == b"y" * (4 << 20)
+        image.close()
+    finally:
+        subprocess.run(["umount", mount], check=True)
+
+
 FAIL_SYNC = """
 #define _GNU_SOURCE
 #include <errno.h>
