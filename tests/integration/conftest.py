@@ -190,7 +190,13 @@ def base_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             [*AENV, "--home", str(home), "template", "build", "base"], check=True, env=clean_environment(), timeout=900
         )
         yield home
-    shutil.rmtree(home)
+    remove_home(Home(home, home))
+
+
+def remove_home(home: Home) -> None:
+    shutil.rmtree(home.root)
+    if home.run.exists():
+        home.run.rmdir()  # it is empty, or the test fails
 
 
 NewDaemon = Callable[..., Daemon]
@@ -218,7 +224,7 @@ def fresh_daemons(base_home: Path, folder: Path) -> Iterator[NewDaemon]:
                 daemon.stop()
     for daemon in made:
         assert daemon.left() == []
-        shutil.rmtree(daemon.home.root)
+        remove_home(daemon.home)
 
 
 @pytest.fixture
