@@ -73,11 +73,15 @@ static int set_limits(const struct spawn_request *r) {
   return 0;
 }
 
-/* Handlers of the parent must not run in its memory on the child's behalf, and ignored signals would pass execve. */
+/* Handlers of the parent must not run in its memory on the child's behalf, and ignored signals would pass execve.
+ *
+ * A raw system call: glibc's wrapper refuses its internal signals 32 and 33, which its own posix_spawn leaves ignored in
+ * every child (so below make, for one, we have inherited that). All zero is SIG_DFL with no flags in the kernel's
+ * struct, whose size the mask's 8 bytes are part of. */
 static void reset_signals(void) {
-  struct sigaction action = {.sa_handler = SIG_DFL};
+  const unsigned long action[4] = {0};
   for (int number = 1; number < NSIG; number++)
-    if (number != SIGKILL && number != SIGSTOP) sigaction(number, &action, NULL);
+    if (number != SIGKILL && number != SIGSTOP) syscall(SYS_rt_sigaction, number, action, NULL, 8);
 }
 
 static int run_steps(struct spawn_request *r) {

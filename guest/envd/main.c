@@ -10,6 +10,7 @@
 #include <string.h>
 #include <sys/signalfd.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 #include <event2/event.h>
 
@@ -170,9 +171,17 @@ static void on_signal(evutil_socket_t fd, short what, void *arg)
 
 static struct event *watch_signals(struct envd *envd, int *fd)
 {
+	const unsigned long normal[4] = {0};
 	struct event *event;
 	sigset_t set;
 
+	/*
+	 * Ignored signals pass execve, and whoever started us may have left some: glibc's posix_spawn leaves its
+	 * internal signals 32 and 33 ignored. Its sigaction refuses those, hence the raw call; zeros are SIG_DFL.
+	 */
+	for (int number = 1; number < NSIG; number++)
+		if (number != SIGKILL && number != SIGSTOP)
+			syscall(SYS_rt_sigaction, number, normal, NULL, 8);
 	signal(SIGPIPE, SIG_IGN);
 	sigemptyset(&set);
 	sigaddset(&set, SIGCHLD);

@@ -90,6 +90,7 @@ class PartSlots:
 class PartVmm:
     kind = VmmKind.QEMU_TCG
     version = "7.2"
+    cpu_model = "max"
 
     def __init__(self, parts: Parts) -> None:
         self.parts = parts
