@@ -31,7 +31,8 @@ FORBIDDEN = {
     "proxy": ("aenv.api", "aenv.node", "aenv.cli"),
 }
 STARTS_PROCESSES = re.compile(
-    r"\b(import subprocess|from subprocess|create_subprocess_\w+|os\.(fork|forkpty|posix_spawn\w*|system|popen|spawn\w+))\b"
+    r"\b(import subprocess|from subprocess|create_subprocess_\w+"
+    r"|os\.(fork|forkpty|posix_spawn\w*|system|popen|spawn\w+))\b"
 )
 
 
