@@ -12,7 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from e2b import Sandbox
+from e2b import Sandbox, TimeoutException
 
 from aenv.agent.client import ENVD_PORT
 from aenv.agent.process import Ended, Output, Processes, Started
@@ -214,6 +214,15 @@ def test_a_silent_stream_says_that_it_lives(client: Client) -> None:
         assert set(seen[1:-2]) == {"keepalive"}
 
     asyncio.run(main())
+
+
+def test_a_kill_cuts_streams_so_that_the_sdk_knows_why(daemon: Daemon) -> None:
+    """It looks whether the sandbox is gone only after a reset."""
+    sandbox = daemon.create()
+    command = sandbox.commands.run("sleep 60", background=True)
+    sandbox.kill()
+    with pytest.raises(TimeoutException, match="was killed or reached its end of life"):
+        command.wait()
 
 
 def test_hundreds_of_streams_at_a_time(client: Client) -> None:
