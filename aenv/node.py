@@ -83,6 +83,7 @@ class Node:
         async with AsyncExitStack() as stack:
             home = Home(config.home, config.cache)
             home.create()
+            stack.callback(home.forget_run)
             stack.callback(os.close, lock_home(home.root))
             api_key = load_or_create_key(home.api_key)
             tokens = Tokens(read_or_create_secret(home.node_secret))

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from aenv.agent.client import ENVD_PORT, Agent, identity
 from aenv.agent.process import Ended, Processes
-from aenv.errors import GuestError, NotFoundError
+from aenv.errors import GuestError, NotFoundError, VmmError
 from aenv.http.client import Connection
 from aenv.network.base import GUEST_MAC, Policy
 from aenv.network.pool import SlotPool
@@ -167,10 +167,15 @@ class Machines:
             state = template.state if paused is None else paused / STATE_NAME
             delta = None if paused is None else paused / DELTA_NAME
             await restore(prepared.vm, state=state, disk=disk, delta=delta)
-        except BaseException:
+        except BaseException as error:
+            died = isinstance(error, VmmError) and prepared.vm.exited.done()
             await self._discard(prepared)
-            raise
-        return Running(prepared.vm, prepared.slot, secrets.token_hex(8))
+            if not (died and pooled):
+                raise
+        else:
+            return Running(prepared.vm, prepared.slot, secrets.token_hex(8))
+        # It died while it waited and nobody had noticed yet: that is not the caller's misfortune.
+        return await self.restore(template, disk, policy, paused, pooled=False)
 
     async def boot(self, template: Template, disk: Disk, policy: Policy) -> Running:
         """Cold boot from a disk, for a sandbox whose memory was not kept."""

@@ -97,6 +97,7 @@ class Manager:
         self._sandboxes: dict[str, Sandbox] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._deleting: set[str] = set()  # ids of templates
+        self._orphans: set[str] = set()  # paused sandboxes whose template is missing or damaged
         self._logs = LogStore()
         self._metrics = MetricStore()
         self._sampler: asyncio.Task[None] | None = None
@@ -111,7 +112,7 @@ class Manager:
         await self._machines.sweep(keep)
         await asyncio.gather(*(self._recover(record) for record in records))  # a hung guest must not hold up the others
         for folder in self._machines.folders():
-            if folder.name not in self._sandboxes:
+            if folder.name not in self._sandboxes and folder.name not in self._orphans:
                 shutil.rmtree(folder, ignore_errors=True)
         self._sampler = asyncio.create_task(self._sample(), name="metrics sampler")
 
@@ -543,10 +544,14 @@ class Manager:
         """One record found at start."""
         try:
             template = self._repository.find(record.template_id)
-        except NotFoundError as error:
-            log.error("sandbox %s is removed: %s", record.id, error)
+        except (NotFoundError, InvalidInputError) as error:
             await self._abandon(record)
-            self._store.delete(record.id)
+            if record.state is SandboxState.PAUSED:  # it comes back when its template does
+                log.error("sandbox %s is left alone: %s", record.id, error)
+                self._orphans.add(record.id)
+            else:
+                log.error("sandbox %s is removed: %s", record.id, error)
+                self._store.delete(record.id)
             return
         sandbox = self._sandboxes[record.id] = Sandbox(record, template)
         state, machine = record.state, record.machine

@@ -6,6 +6,7 @@ import hashlib
 import os
 import re
 import secrets
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,6 +68,11 @@ class Home:
             folder.mkdir(exist_ok=True, mode=0o711)
         (self.root / "secrets").mkdir(exist_ok=True, mode=0o700)
         self.run.mkdir(parents=True, exist_ok=True, mode=0o711)
+
+    def forget_run(self) -> None:
+        """Remove the run directory, unless a machine that could not be ended still has its socket there."""
+        with suppress(OSError):
+            self.run.rmdir()
 
 
 def read_or_create_secret(path: Path, length: int = 32) -> bytes:

@@ -28,6 +28,7 @@ class Parts:
 
     def __init__(self) -> None:
         self.fail = ""
+        self.dies = ""  # the step at which the machine dies, once
         self.vms = 0
         self.taken = 0
 
@@ -43,11 +44,18 @@ class PartVm:
         self.exited: asyncio.Future[Exit] = asyncio.get_running_loop().create_future()
         parts.vms += 1
 
+    def step(self, name: str) -> None:
+        if self.parts.dies == name:
+            self.parts.dies = ""
+            self.exited.set_result(Exit("killed", ""))
+            raise VmmError(f"{name}: the machine has ended")
+        self.parts.step(name)
+
     async def attach_disk(self, disk: Any) -> None:
-        self.parts.step("attach_disk")
+        self.step("attach_disk")
 
     async def load_state(self, state: Path) -> None:
-        self.parts.step("load_state")
+        self.step("load_state")
 
     async def kill(self) -> None:
         self.parts.vms -= 1
@@ -154,6 +162,17 @@ def test_start_leaves_nothing_when_a_step_fails(check: Callable[[Scenario], None
         assert (parts.vms, parts.taken) == (1, 1)
         await machines.end(running)
         assert running.closed.done()
+
+    check(scenario)
+
+
+@pytest.mark.parametrize("step", ["attach_disk", "load_state"])
+def test_a_machine_that_died_while_it_waited_is_replaced(check: Callable[[Scenario], None], step: str) -> None:
+    async def scenario(machines: Machines, template: Template, parts: Parts) -> None:
+        parts.dies = step
+        running = await machines.start(template, "i1", STRICT)
+        assert not running.vm.exited.done()
+        await machines.end(running)
 
     check(scenario)
 

@@ -191,6 +191,27 @@ def test_a_sandbox_whose_template_is_gone_is_removed_with_its_machine_and_files(
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("damage", ["gone", "broken"])
+def test_a_paused_sandbox_waits_for_its_template(world: World, damage: str) -> None:
+    async def main() -> None:
+        sandbox_id = left_behind(world, SandboxState.PAUSED, "none")
+        manifest = world.template.directory / "manifest.json"
+        whole = manifest.read_bytes()
+        if damage == "gone":
+            manifest.unlink()
+        else:
+            manifest.write_bytes(whole[:40])
+        world.repository._manifests.clear()  # a new daemon remembers none
+        async with world.daemon() as manager:
+            assert await manager.sandboxes() == []
+            assert world.folders() == {sandbox_id}
+        manifest.write_bytes(whole)
+        async with world.daemon() as manager:
+            assert (await manager.get(sandbox_id)).state is SandboxState.PAUSED
+
+    asyncio.run(main())
+
+
 def test_a_machine_that_cannot_be_ended_does_not_stop_the_start(world: World) -> None:
     async def main() -> None:
         left_behind(world, SandboxState.KILLING, "alive")

@@ -74,3 +74,17 @@ def test_a_damaged_secret_is_refused_and_named_and_kept(tmp_path: Path, text: by
         read_or_create_secret(path)
     assert caught.value.hint
     assert path.read_bytes() == text
+
+
+def test_the_run_directory_goes_when_it_is_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Home, "run", property(lambda self: tmp_path / "run"))
+    home = Home(tmp_path / "home", tmp_path / "home/cache")
+    home.create()
+    socket = home.run / "vm-1"
+    socket.touch()
+    home.forget_run()
+    assert socket.exists()
+    socket.unlink()
+    home.forget_run()
+    assert not home.run.exists()
+    home.forget_run()
