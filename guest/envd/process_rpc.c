@@ -7,12 +7,11 @@
 #include <unistd.h>
 
 #include "env.h"
+#include "http.h"
 #include "jsonx.h"
 #include "path.h"
 #include "process.h"
 #include "rpc.h"
-
-enum { UPLOAD_HIGH_WATER = 256 * 1024 };
 
 /* ---- which process ---- */
 
@@ -470,7 +469,7 @@ static bool input_stream_data(struct rpc_upload *upload, json_t *data)
 	}
 	if (!write_input(&upload->call, process, data))
 		return false;
-	if (!stream->waiting && process_input_pending(process) > UPLOAD_HIGH_WATER) {
+	if (!stream->waiting && process_input_pending(process) > HTTP_HIGH_WATER) {
 		stream->waiting = true;
 		process_wait_input(process, &stream->waiter);
 		rpc_upload_pause(upload);
