@@ -111,8 +111,8 @@ def run(name: str, program: Path, found: Path, seconds: int, *options: str) -> s
 
 
 def merge(name: str, program: Path, found: Path) -> None:
-    """Makes the committed corpus the smallest set that reaches all the code that it and `found` reach, with what a person
-    has put there (seed-…, fault-…)."""
+    """Makes the committed corpus the smallest set that reaches all the code that it and `found` reach; inputs named
+    seed-… and fault-… stay."""
     corpus = HERE / "corpus" / name
     with tempfile.TemporaryDirectory() as folder:
         length = f"-max_len={MAX_LENGTH.get(name, 4096)}"
