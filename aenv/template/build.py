@@ -42,6 +42,7 @@ CONNECT_TIMEOUT = 2.0
 # the memory image that all children share.
 WARM_UP = (
     "true",
+    "TERM=xterm bash -i -l -c true 2>/dev/null",
     "ls -la /home/user /tmp >/dev/null; cat /etc/os-release >/dev/null",
     "python3 -c 'import asyncio, http.server, json, os, re, subprocess, sys'",
     "git --version >/dev/null; sudo -n true",
