@@ -12,7 +12,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -94,6 +96,15 @@ def build(folder: Path, names: list[str] | None = None) -> dict[str, Path]:
     }
 
 
+@contextmanager
+def scratch() -> Iterator[dict[str, str]]:
+    """Environment of a target. Its files are removed however it ends; they lie in memory where possible, since most of
+    the time would go into removing files from a disk."""
+    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    with tempfile.TemporaryDirectory(dir=memory) as folder:
+        yield os.environ | {"TMPDIR": folder}
+
+
 def run(name: str, program: Path, found: Path, seconds: int, *options: str) -> subprocess.CompletedProcess[str]:
     """Runs the committed corpus, then fuzzes until `seconds` are over (0: not at all). New inputs and faults are left
     in `found`."""
@@ -107,20 +118,20 @@ def run(name: str, program: Path, found: Path, seconds: int, *options: str) -> s
     command += [f"-max_total_time={seconds}", str(found)] if seconds else ["-runs=0"]
     if corpus.exists():
         command.append(str(corpus))
-    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=seconds * 3 + 100)
+    with scratch() as environment:
+        return subprocess.run(
+            command, check=False, capture_output=True, text=True, timeout=seconds * 3 + 100, env=environment
+        )
 
 
 def merge(name: str, program: Path, found: Path) -> None:
     """Makes the committed corpus the smallest set that reaches all the code that it and `found` reach; inputs named
     seed-… and fault-… stay."""
     corpus = HERE / "corpus" / name
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, scratch() as environment:
         length = f"-max_len={MAX_LENGTH.get(name, 4096)}"
-        subprocess.run(
-            [str(program), "-merge=1", "-use_counters=0", length, folder, str(corpus), str(found)],
-            check=True,
-            capture_output=True,
-        )
+        command = [str(program), "-merge=1", "-use_counters=0", length, folder, str(corpus), str(found)]
+        subprocess.run(command, check=True, capture_output=True, env=environment)
         kept = [path.name for path in Path(folder).iterdir()]
         for path in corpus.iterdir():
             if path.name not in kept and not path.name.startswith("seed-") and not path.name.startswith("fault-"):

@@ -103,8 +103,9 @@ static void fill_scratch(void)
 	char path[PATH_MAX], text[2000];
 
 	if (!scratch[0]) {
-		/* In memory where possible: most of the time would go into removing files from a disk. */
-		snprintf(base, sizeof base, "%s/envd-fuzz-XXXXXX", access("/dev/shm", W_OK) == 0 ? "/dev/shm" : "/tmp");
+		const char *folder = getenv("TMPDIR");
+
+		snprintf(base, sizeof base, "%.40s/envd-fuzz-XXXXXX", folder ? folder : "/tmp");
 		CHECK(mkdtemp(base));
 		snprintf(scratch, sizeof scratch, "%s/files", base);
 		atexit(remove_scratch);
