@@ -11,22 +11,20 @@ from __future__ import annotations
 import asyncio
 import secrets
 import shutil
-import socket
 import time
 from collections import defaultdict
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-import msgspec
-
 from aenv.agent.client import ENVD_PORT, Init, identity
-from aenv.agent.process import Ended, Processes
+from aenv.agent.process import Processes
 from aenv.config import Config
 from aenv.http.client import Connection
 from aenv.network.base import Policy
 from aenv.node import Node
 from aenv.sandbox.machines import Machines, Running
 from aenv.storage.repository import Template
+from bench.client import Client, run_true
 from bench.facts import host_facts, row
 from bench.rival import Rival
 
@@ -125,59 +123,24 @@ async def _first_command(running: Running) -> None:
     async def dial() -> Connection:
         return await Connection.open(await running.connect(ENVD_PORT))
 
-    await _true(Processes(dial, {"Host": "guest"}))
-
-
-async def _true(processes: Processes) -> None:
-    """What `commands.run("true")` of the SDK sends."""
-    async for event in processes.start("/bin/bash", ["-l", "-c", "true"]):
-        if isinstance(event, Ended) and event.exit_code != 0:
-            raise RuntimeError(f"true ended with {event.status}")
+    await run_true(Processes(dial, {"Host": "guest"}))
 
 
 async def _over_http(node: Node) -> dict[str, float]:
-    address = ("127.0.0.1", int(node.url.rpartition(":")[2]))
-    connections = []
-
-    async def dial() -> Connection:
-        sock = socket.socket()
-        sock.setblocking(False)
-        connection = await Connection.open(sock, address)
-        connections.append(connection)
-        return connection
-
-    key = {"Host": "127.0.0.1", "X-API-Key": node.api_key}
+    client = Client(node)
     began = time.perf_counter()
-    control = await dial()
-    body = msgspec.json.encode({"templateID": "base", "timeout": 60})
-    answer = await control.request("POST", "/v2/sandboxes", key.items(), body)
-    content = await answer.read()
+    box = await client.create()
     ends = {"created": time.perf_counter() - began}
-    if answer.status != 201:
-        raise RuntimeError(f"create: {answer.status} {content!r}")
-    box = msgspec.json.decode(content)
-    route = {
-        "Host": "127.0.0.1",
-        "E2b-Sandbox-Id": box["sandboxID"],
-        "E2b-Sandbox-Port": str(ENVD_PORT),
-        "X-Access-Token": box["envdAccessToken"],
-    }
-    await _true(Processes(dial, route))
+    await box.true()
     ends["C"] = time.perf_counter() - began
     ends["first command"] = ends["C"] - ends["created"]
-    for name, method, path in (
-        ("pause", "POST", "/sandboxes/{}/pause"),
-        ("resumed", "POST", "/v2/sandboxes/{}/connect"),
-        ("killed", "DELETE", "/sandboxes/{}"),
+    for name, method, path, body in (
+        ("pause", "POST", "/sandboxes/{}/pause", {}),
+        ("resumed", "POST", "/v2/sandboxes/{}/connect", {}),
+        ("killed", "DELETE", "/sandboxes/{}", None),
     ):
         begin = time.perf_counter()
-        answer = await control.request(
-            method, path.format(box["sandboxID"]), key.items(), b"{}" if method == "POST" else None
-        )
-        content = await answer.read()
+        await client.call(method, path.format(box.id), body)
         ends[name] = time.perf_counter() - begin
-        if answer.status >= 300:
-            raise RuntimeError(f"{name}: {answer.status} {content!r}")
-    for connection in connections:
-        connection.close()
+    client.close()
     return {end: seconds * 1000 for end, seconds in ends.items()}

@@ -15,7 +15,7 @@ from aenv.cli.output import json_option, print_table, say, wants_json
 from aenv.config import load
 from aenv.errors import UnavailableError
 
-BENCHES = ("resume", "blocks")
+BENCHES = ("resume", "exec", "files", "blocks")
 
 
 @click.command("bench")
@@ -28,9 +28,12 @@ def bench_command(ctx: click.Context, name: str, rounds: int, as_json: bool) -> 
 
     \b
     resume   from "give me a sandbox" to: A the VM runs, B its agent is initialised, C a first command has ended
+    exec     what a command costs over the same command started inside the guest
+    files    upload and download of 256 MiB against a raw TCP copy; memory of daemon and agent
     blocks   the block server: engine against pread, FUSE files against a raw file, restack, index, memory
 
-    `resume` starts a daemon of its own on the given home, which must have the template `base` and no other daemon.
+    All but `blocks` start a daemon of their own on the given home, which must have the template `base` and no
+    other daemon.
     """
     # The measurements live beside the package, in the source tree: they are no part of what is installed.
     root = Path(__file__).parents[2]
