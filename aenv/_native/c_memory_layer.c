@@ -95,6 +95,10 @@ int memory_layer_seal(int fd, uint64_t virtual_size, const char *uuid, uint64_t 
                       uint64_t *file_bytes, struct memory_failure *why) {
   if (list->count) qsort(list->items, list->count, sizeof *list->items, by_offset);
   list->count = join(list->items, list->count);
+  /* What could not be read back must not be sealed: the guest it came from is still there. */
+  for (size_t i = 1; i < list->count; i++)
+    if (list->items[i - 1].offset + list->items[i - 1].length > list->items[i].offset)
+      return memory_fail(why, EINVAL, "a page was captured twice");
   size_t padded = (list->count + INDEX_ALIGN - 1) / INDEX_ALIGN * INDEX_ALIGN;
   if (padded > INDEX_LIMIT)
     return memory_fail(why, EFBIG, "%zu segments, a layer holds %u", list->count, INDEX_LIMIT);

@@ -25,7 +25,8 @@ struct scan_argument {
 #define CATEGORY_FILE (1u << 2)
 #define CATEGORY_PRESENT (1u << 3)
 #define CATEGORY_SWAPPED (1u << 4)
-#define SCAN_REGIONS 1024
+/* The kernel collects this many regions (PAGEMAP_WALK_SIZE >> PAGE_SHIFT) before it copies them out. */
+#define SCAN_REGIONS 512
 
 #define ENTRY_PRESENT (1ull << 63)
 #define ENTRY_SWAPPED (1ull << 62)
@@ -101,15 +102,20 @@ static int scan_by_ioctl(int pagemap, const struct memory_region *r, struct memo
       .category_mask = CATEGORY_FILE,
       .category_anyof_mask = CATEGORY_PRESENT | CATEGORY_SWAPPED,
   };
+  uint64_t seen = r->address; /* up to here */
   while (argument.start < argument.end) {
     int n = ioctl(pagemap, SCAN_IOCTL, &argument);
     if (n < 0 && errno == EINTR) continue;
     if (n < 0 && (errno == ENOTTY || errno == EINVAL) && argument.start == r->address) return 1;
     if (n < 0) return memory_fail(why, errno, "PAGEMAP_SCAN");
     for (int i = 0; i < n; i++) {
-      uint64_t page = (found[i].start - r->address + r->guest_offset) / PAGE_BYTES;
-      if (add_run(out, found[i].start, page, (found[i].end - found[i].start) / PAGE_BYTES) < 0)
+      /* Linux 6.18 reports a region twice, or its beginning, when its own buffer is full in the middle of a call. */
+      uint64_t start = found[i].start > seen ? found[i].start : seen;
+      if (found[i].end <= start) continue;
+      uint64_t page = (start - r->address + r->guest_offset) / PAGE_BYTES;
+      if (add_run(out, start, page, (found[i].end - start) / PAGE_BYTES) < 0)
         return memory_fail(why, ENOMEM, "list of dirty pages");
+      seen = found[i].end;
     }
     if (argument.walk_end <= argument.start) return memory_fail(why, EIO, "PAGEMAP_SCAN does not advance");
     argument.start = argument.walk_end;

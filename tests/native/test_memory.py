@@ -188,6 +188,44 @@ def test_capture_is_the_model(child, tmp_path, parent, writes, runs, ioctl, thre
             os.close(fd)
 
 
+@pytest.mark.parametrize("ioctl", [True, False])
+@pytest.mark.parametrize("runs", [511, 512, 513, 600, 1023, 1024, 1025, 3000])
+def test_many_scattered_pages_are_captured_once_each(tmp_path, runs, ioctl):
+    """Linux 6.18 repeats regions when its buffer of 512 is full in the middle of a PAGEMAP_SCAN."""
+    size = 8192 * PAGE
+    dice = random.Random(runs)
+    image = tmp_path / "image"
+    with image.open("wb") as file:
+        file.truncate(size)
+        for at in range(0, size, 7 * PAGE):
+            os.pwrite(file.fileno(), b"\1" * PAGE, at)
+    with image.open("r+b") as file, mmap.mmap(file.fileno(), size, flags=mmap.MAP_PRIVATE) as mapping:
+        address = next(
+            int(line.split("-")[0], 16)
+            for line in Path("/proc/self/maps").read_text().splitlines()
+            if line.endswith(f" {image}")
+        )
+        for at in range(0, size, 3 * PAGE):
+            mapping[at]  # some pages of the file are present and not written
+        dirty = set()
+        for _ in range(runs):
+            first, count = dice.randrange(8192), dice.choice([1, 1, 1, 2, 3, 10])
+            for page in range(first, min(8192, first + count)):
+                mapping[page * PAGE : (page + 1) * PAGE] = b"\2" * PAGE
+                dirty.add(page)
+        with (tmp_path / "layer").open("w+b") as layer:
+            stats = memory.capture(
+                os.getpid(), [(address, 0, size)], size, file.fileno(), layer.fileno(), threads=2, scan_by_ioctl=ioctl
+            )
+            pages = [
+                page
+                for offset, length, _ in memory.segments(layer.fileno(), size)
+                for page in range(offset // PAGE, (offset + length) // PAGE)
+            ]
+    assert sorted(dirty) == pages
+    assert stats["dirty_pages"] == stats["stored_pages"] == len(dirty)
+
+
 def test_delta_of_a_delta_is_cumulative(child, tmp_path):
     """Pages that came from an applied layer count as dirty: the second layer needs only the first image."""
     base = tmp_path / "base"
