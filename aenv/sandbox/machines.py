@@ -36,6 +36,7 @@ WARM_PREFIX = "warm-"
 WARM_UP_NICE = 10
 WARM_UP_TIMEOUT = 30  # seconds
 REHEARSALS = 2
+CONSOLE_LINE = 4096  # bytes of a line of the guest's console
 CONNECT_TIMEOUT = 5.0  # seconds; a live guest answers or refuses within a millisecond
 
 
@@ -70,6 +71,16 @@ class Running:
     slot: Slot
     incarnation: str
     closed: asyncio.Future[None] = field(default_factory=_future)  # done when connections must be dropped
+    console: int = 0  # bytes of the guest's serial console that were read as lines
+
+    async def console_lines(self) -> list[str]:
+        """The whole lines that the guest has written to its serial console since the last call. Raises VmmError."""
+        text, end = await self.vm.serial_since(self.console)
+        whole = text.rfind(b"\n") + 1
+        if len(text) - whole > CONSOLE_LINE:
+            whole = len(text)  # what never ends is no line
+        self.console = end - (len(text) - whole)
+        return [line for line in text[:whole].decode(errors="replace").splitlines() if line.strip()]
 
     def close(self) -> None:
         """Have every connection to this incarnation dropped."""

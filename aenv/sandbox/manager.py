@@ -28,6 +28,7 @@ from aenv.errors import (
     LimitError,
     NotFoundError,
     UnavailableError,
+    VmmError,
 )
 from aenv.network.base import Policy
 from aenv.observe.events import Event
@@ -661,7 +662,7 @@ class Manager:
                 await self._lose(sandbox, f"{outcome.reason}\n{outcome.serial_tail}".strip())
 
     async def _sample(self) -> None:
-        """Ask every running guest for its metrics once an interval."""
+        """Ask every running guest for its metrics and what it wrote to its console, once an interval."""
         while True:
             await asyncio.gather(*(self._sample_one(s) for s in list(self._sandboxes.values())))
             await asyncio.sleep(METRICS_INTERVAL)
@@ -672,8 +673,10 @@ class Manager:
             return
         try:
             async with asyncio.timeout(METRICS_INTERVAL):
+                for line in await running.console_lines():
+                    self._logs.ring(sandbox.id).append(line, fields={"source": "console"})
                 m = await running.agent(self.envd_token(sandbox)).metrics()
-        except (GuestError, TimeoutError) as error:
+        except (GuestError, VmmError, TimeoutError) as error:
             log.debug("no metrics of sandbox %s: %s", sandbox.id, error)
             return
         if sandbox.running is not running:

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from aenv._native import memory
-from aenv.errors import InvalidInputError, VmmError
+from aenv.errors import VmmError
 from aenv.snapshot.capture import THREADS
 from aenv.vmm.base import Disk, Vm
 
@@ -15,7 +15,7 @@ from aenv.vmm.base import Disk, Vm
 async def restore(vm: Vm, *, state: Path, disk: Disk, delta: Path | None = None) -> None:
     """PREPARED → PAUSED. `vm` maps the image that `delta` changes. The caller resumes it, or kills it on failure.
 
-    Raises InvalidInputError when `delta` is not a layer for this machine, VmmError for all else.
+    Raises VmmError.
     """
     if delta is None:
         await vm.attach_disk(disk)
@@ -42,7 +42,7 @@ async def apply_delta(vm: Vm, delta: Path) -> int:
             spans = [(r.address, r.guest_offset, r.length) for r in regions]
             return memory.apply(fd, regions[0].pid, spans, size, threads=THREADS)
         except memory.LayerError as error:
-            raise InvalidInputError(str(delta), str(error)) from error
+            raise VmmError(f"{delta} is damaged: {error}") from error
         except OSError as error:
             raise VmmError(f"cannot load {delta} into the machine: {error}") from error
         finally:

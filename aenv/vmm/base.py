@@ -119,6 +119,11 @@ class Vm(ABC):
         """The last `limit` bytes of the guest's serial console, as text."""
 
     @abstractmethod
+    async def serial_since(self, position: int) -> tuple[bytes, int]:
+        """What the guest has written to its serial console after byte `position` (0: from the start), as far as it is
+        still kept, and the position to ask with next time."""
+
+    @abstractmethod
     async def kill(self) -> None:
         """End the process and wait until it is gone; remove `run_dir`. Works in every state, may be called twice."""
 

@@ -307,6 +307,7 @@ class QemuVm(Vm):
         self._process = process
         self._qmp: qmp.Qmp | None = None
         self._serial = bytearray()
+        self._serial_end = 0  # bytes that the guest has written, as far as we have seen
         self._reason = ""  # why we end the process, when we do
         self._ending: asyncio.Task[None] | None = None
         self._migration: asyncio.Future[None] | None = None
@@ -520,9 +521,11 @@ class QemuVm(Vm):
         arguments = {"device": "serial", "size": SERIAL_RING, "format": "base64"}
         text: str = await self._qmp.query("ringbuf-read", str, arguments)
         try:
-            self._serial += base64.b64decode(text, validate=True)
+            fresh = base64.b64decode(text, validate=True)
         except binascii.Error as error:
             raise VmmError(f"ringbuf-read: {error}") from error
+        self._serial += fresh
+        self._serial_end += len(fresh)
         del self._serial[:-SERIAL_RING]
 
     def _serial_text(self, limit: int) -> str:
@@ -532,6 +535,12 @@ class QemuVm(Vm):
         if self.state is not VmState.EXITED:
             await self._read_serial()
         return self._serial_text(limit)
+
+    async def serial_since(self, position: int) -> tuple[bytes, int]:
+        if self._qmp is not None and self.state is not VmState.EXITED:
+            await self._read_serial()
+        kept = max(0, min(self._serial_end - position, len(self._serial)))
+        return bytes(self._serial[len(self._serial) - kept :]), self._serial_end
 
     async def kill(self) -> None:
         if self._process.alive:

@@ -376,6 +376,8 @@ def test_last_output_before_a_kill_is_delivered(agent: Agent) -> None:
     stream = agent.start(shell("head -c 60000 /dev/zero; kill -STOP $$; echo never"))
     pid = stream.start()
     stream.until("stdout", b"\0")
+    while Path(f"/proc/{pid}/stat").read_text().split()[2] != "T":  # it stops itself once all is in the pipe
+        time.sleep(0.01)
     agent.call("SendSignal", {"process": {"pid": pid}, "signal": 9})
     assert stream.finish()["error"] == "signal: killed"
     assert stream.output["stdout"] == b"\0" * 60000

@@ -45,6 +45,7 @@ class FakeVm:
         self.run_dir = run_dir
         self.runs = False
         self.dead = False
+        self.console = b""
         self.exited: asyncio.Future[Exit] = asyncio.get_running_loop().create_future()
 
     async def resume(self) -> None:
@@ -58,6 +59,9 @@ class FakeVm:
         if self.dead:
             raise VmmError("the machine is gone")
         self.runs = False
+
+    async def serial_since(self, position: int) -> tuple[bytes, int]:
+        return self.console[position:], len(self.console)
 
     async def serial_tail(self, limit: int = 4096) -> str:
         return "last words on the console"

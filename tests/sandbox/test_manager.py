@@ -745,6 +745,22 @@ def test_metrics_are_sampled_while_it_runs(world: World) -> None:
     run(world, scenario)
 
 
+def test_the_console_of_the_guest_is_in_the_log(world: World) -> None:
+    async def scenario(manager: Manager) -> None:
+        info = await manager.create(BASE)
+        sandbox = manager._sandboxes[info.id]
+        assert sandbox.running is not None
+        vm = cast(FakeVm, sandbox.running.vm)
+        for fresh in (b"first\r\n\nsec", b"ond\n", b"\xff bytes\n", b"x" * 5000, b"\nlast\n"):
+            vm.console += fresh
+            await manager._sample_one(sandbox)
+        entries = await manager.logs(info.id, LogQuery())
+        lines = [e.message for e in entries if e.fields["source"] == "console"]
+        assert lines == ["first", "second", "\ufffd bytes", "x" * 5000, "last"]
+
+    run(world, scenario)
+
+
 HOSTILE_METRICS: list[dict[str, Any]] = [
     {"mem_used": 2**63},
     {"mem_used": 2**200},

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from aenv._native import memory
-from aenv.errors import InvalidInputError, VmmError
+from aenv.errors import VmmError
 from aenv.snapshot import capture
 from aenv.snapshot.capture import capture_delta, capture_template
 from aenv.snapshot.restore import apply_delta, restore
@@ -159,7 +159,7 @@ def test_hostile_delta_is_refused(guest: Guest, tmp_path: Path):
         (tmp_path / "delta").write_bytes(bytes(8192))
         disk = new_disk(tmp_path / "disk")
         async with killed(await prepared(guest, tmp_path / "run")) as vm:
-            with pytest.raises(InvalidInputError, match=r"delta: header\.magic"):
+            with pytest.raises(VmmError, match=r"delta is damaged: header\.magic"):
                 await restore(vm, state=guest.state, disk=disk, delta=tmp_path / "delta")
             with pytest.raises(VmmError, match="cannot open"):
                 await apply_delta(vm, tmp_path / "none")

@@ -191,6 +191,11 @@ def test_flooded_console_keeps_its_end(guest: Guest, tmp_path: Path):
             tails = [await vm.serial_tail(1 << 20) for _ in range(20)]
             assert all(len(tail) <= qemu.SERIAL_RING for tail in tails)
             assert await vm.serial_tail(0) == ""
+            text, end = await vm.serial_since(0)
+            assert 0 < len(text) <= min(end, qemu.SERIAL_RING)
+            assert (await vm.serial_since(end + 10**9))[0] == b""
+            more, later = await vm.serial_since(end)
+            assert len(more) <= later - end
 
     asyncio.run(main())
 
