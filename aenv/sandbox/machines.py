@@ -136,6 +136,10 @@ class Machines:
         """Begin to keep machines ready from which sandboxes of this template start."""
         await self._warmed.warm(template_id)
 
+    async def warmed(self, template_id: str) -> None:
+        """Wait until a machine of a template that is kept warm is ready, or making one has failed."""
+        await self._warmed.ready(template_id)
+
     async def expect_resume(self, template_id: str) -> None:
         """A sandbox of this template was paused: begin to keep machines ready into which its memory can be loaded."""
         await self._prepared.warm(template_id)

@@ -59,6 +59,7 @@ PAUSE_NAME = "pause"
 METRICS_INTERVAL = 5.0  # seconds
 HEALTH_TIMEOUT = 5.0  # seconds
 SYNC_TIMEOUT = 30.0  # seconds in which a guest has to write its dirty pages to its disk
+WARM_UP_PATIENCE = 5.0  # seconds that a start of the daemon waits for a warm machine
 PAUSES_AT_STOP = 4  # at a time
 PAUSE_RETRY = 30.0  # seconds until an automatic pause that failed is tried again
 ALIVE = (SandboxState.RUNNING, SandboxState.PAUSING, SandboxState.PAUSED, SandboxState.RESUMING)
@@ -118,9 +119,17 @@ class Manager:
         self._sampler = asyncio.create_task(self._sample(), name="metrics sampler")
 
     async def warm_up(self) -> None:
-        """Begin to keep machines ready for the newest templates, so that the first create is as fast as the others."""
-        for template in self._repository.templates()[-self._config["vmm.hot"] :]:
+        """Begin to keep machines ready for the newest templates, and wait some seconds for the first, so that the first
+        create is as fast as the others."""
+        templates = self._repository.templates()[-self._config["vmm.hot"] :]
+        for template in templates:
             await self._machines.warm(template.id)
+        if templates:
+            try:
+                async with asyncio.timeout(WARM_UP_PATIENCE):
+                    await self._machines.warmed(templates[-1].id)
+            except TimeoutError:
+                log.warning("no machine of template %s is ready yet", templates[-1].title)
 
     async def close(self) -> None:
         """Pause every running sandbox, so that nothing runs without a daemon and nothing is lost."""

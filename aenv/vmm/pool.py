@@ -55,6 +55,7 @@ class WarmPool(Generic[K, T]):
         self._refill: asyncio.Task[None] | None = None
         self._discards: set[asyncio.Task[None]] = set()
         self._closed = False
+        self._news: asyncio.Future[None] | None = None  # done at the end of each refill
 
     def count(self, key: K) -> int:
         """How many items wait for `key`."""
@@ -95,6 +96,13 @@ class WarmPool(Generic[K, T]):
             self._use(key)
             self._schedule()
 
+    async def ready(self, key: K) -> None:
+        """Wait until an item for a warm `key` is there, or making one has failed."""
+        while not self._closed and key in self._ready and not self._ready[key] and key not in self._failed:
+            if self._news is None:
+                self._news = asyncio.get_running_loop().create_future()
+            await asyncio.shield(self._news)
+
     async def cool(self, key: K) -> None:
         """Forget `key` and discard its items; waits for that."""
         for item in self._ready.pop(key, ()):
@@ -105,6 +113,7 @@ class WarmPool(Generic[K, T]):
     async def close(self) -> None:
         """Stop refilling and discard all items. `take` fails from now on."""
         self._closed = True
+        self._tell()
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -204,7 +213,13 @@ class WarmPool(Generic[K, T]):
                 self._drop(item)
         finally:
             self._making = self._refill = self._claim = None
+            self._tell()
             self._schedule()
+
+    def _tell(self) -> None:
+        if self._news is not None:
+            self._news.set_result(None)
+            self._news = None
 
     def _waiting_claim(self) -> asyncio.Future[T] | None:
         return None if self._claim is None or self._claim.done() else self._claim

@@ -257,3 +257,41 @@ def test_pool_of_size_zero_makes_each_item():
             assert len(factory.made) == 1
 
     asyncio.run(main())
+
+
+def test_ready_waits_for_the_first_item_of_a_warm_key() -> None:
+    async def main() -> None:
+        factory = Factory()
+        factory.gate.clear()
+        async with factory.pool() as pool:
+            await pool.warm("a")
+            waiters = [asyncio.create_task(pool.ready("a")) for _ in range(3)]
+            await pool.ready("unknown")  # not warm: nothing will come
+            await asyncio.sleep(0)
+            assert not any(w.done() for w in waiters)
+            waiters[0].cancel()
+            factory.gate.set()
+            await asyncio.gather(*waiters[1:])
+            assert pool.count("a") > 0
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("end", ["failure", "close"])
+def test_ready_does_not_wait_for_what_never_comes(end: str) -> None:
+    async def main() -> None:
+        factory = Factory()
+        factory.gate.clear()
+        async with factory.pool() as pool:
+            await pool.warm("a")
+            waiter = asyncio.create_task(pool.ready("a"))
+            await asyncio.sleep(0)
+            if end == "failure":
+                factory.fail = UnavailableError("no")
+                factory.gate.set()
+            else:
+                await pool.close()
+            await waiter
+            assert pool.count("a") == 0
+
+    asyncio.run(main())
