@@ -29,12 +29,12 @@ from aenv.storage.overlay import create_overlay
 from aenv.storage.repository import Repository, Template
 from aenv.vmm.base import Disk, Nic, Vm, Vmm
 from aenv.vmm.pool import WarmPool
-from aenv.vmm.spawn import Process, processes_in, set_nice
+from aenv.vmm.spawn import Process, processes_in, set_background
 
 DISK_NAME = "disk.qcow2"
 WARM_PREFIX = "warm-"
-WARM_UP_NICE = 10
-WARM_UP_TIMEOUT = 30  # seconds
+WARM_UP_TIMEOUT = 120  # seconds; a busy host leaves it little time
+WARM_UP_QUIET = 0.5  # seconds after a create: its user's first commands go before
 REHEARSALS = 2
 CONSOLE_LINE = 4096  # bytes of a line of the guest's console
 CONNECT_TIMEOUT = 5.0  # seconds; a live guest answers or refuses within a millisecond
@@ -111,7 +111,7 @@ class Machines:
             self._prepare, self._discard, size=pool, hot=hot, broken=_is_dead
         )
         self._warmed: WarmPool[str, Warmed] = WarmPool(
-            self._warm_up, self._discard_warmed, size=pool, hot=hot, broken=_is_dead
+            self._warm_up, self._discard_warmed, size=pool, hot=hot, broken=_is_dead, quiet=WARM_UP_QUIET
         )
 
     @property
@@ -155,7 +155,7 @@ class Machines:
         try:
             if policy != Policy():
                 await warmed.slot.apply(policy)
-            set_nice(warmed.vm.pid, 0)
+            set_background(warmed.vm.pid, False)
             warmed.folder.rename(self.directory(sandbox_id))
         except BaseException:
             await self._discard_warmed(warmed)
@@ -314,13 +314,13 @@ class Machines:
         """Restore the template and let the guest do once what every sandbox does first.
 
         Under software emulation most of a guest's first answer and first command is translation of its code, which
-        this leaves behind in the VMM. It runs at low priority: nobody waits for it.
+        this leaves behind in the VMM. It runs in the background: nobody waits for it.
         """
         template = self._repository.find(template_id)
         folder = self._home.staging / f"{WARM_PREFIX}{secrets.token_hex(6)}"
         prepared = await self._prepare(template_id)
         try:
-            set_nice(prepared.vm.pid, WARM_UP_NICE)
+            set_background(prepared.vm.pid, True)
             _make_disk(folder, template)
             await restore(prepared.vm, state=template.state, disk=_disk(folder, template))
             await prepared.vm.resume()

@@ -103,12 +103,16 @@ def processes_in(directory: Path) -> list[tuple[int, int]]:
     return found
 
 
-def set_nice(pid: int, value: int) -> None:
-    """Set the nice value of every thread of a process (Linux keeps one per thread). No-op when it has ended."""
+def set_background(pid: int, background: bool) -> None:
+    """Let every thread of a process run only when nobody else wants the processor (SCHED_IDLE), or normally again.
+
+    Linux keeps a policy per thread; new threads inherit it. No-op when the process has ended.
+    """
+    policy = os.SCHED_IDLE if background else os.SCHED_OTHER
     with suppress(FileNotFoundError):
         for thread in os.listdir(f"/proc/{pid}/task"):
             with suppress(ProcessLookupError):
-                os.setpriority(os.PRIO_PROCESS, int(thread), value)
+                os.sched_setscheduler(int(thread), policy, os.sched_param(0))
 
 
 def exit_reason(status: int | None) -> str:

@@ -18,7 +18,18 @@ import uvloop
 
 from aenv._native import spawn as native
 from aenv.errors import NotFoundError, UnavailableError
-from aenv.vmm.spawn import Process, User, exit_reason, find_binary, process_start_time, run, run_sync, spawn, start
+from aenv.vmm.spawn import (
+    Process,
+    User,
+    exit_reason,
+    find_binary,
+    process_start_time,
+    run,
+    run_sync,
+    set_background,
+    spawn,
+    start,
+)
 
 SHELL = "/bin/sh"
 
@@ -175,6 +186,20 @@ def test_child_has_clean_signals_below_a_parent_that_has_not(tmp_path: Path):
     os.close(out)
     fields = dict(line.split(":\t", 1) for line in (tmp_path / "out").read_text().splitlines() if ":\t" in line)
     assert int(fields["SigBlk"], 16) == int(fields["SigIgn"], 16) == 0
+
+
+def test_background_and_back(loop_run):
+    async def main() -> list[int]:
+        child = spawn([SHELL, "-c", "kill -STOP $$"])
+        policies = [os.sched_getscheduler(child.pid)]
+        for background in (True, False):
+            set_background(child.pid, background)
+            policies.append(os.sched_getscheduler(child.pid))
+        await child.kill()
+        set_background(child.pid, True)  # it is gone: nothing happens
+        return policies
+
+    assert loop_run(main()) == [os.SCHED_OTHER, os.SCHED_IDLE, os.SCHED_OTHER]
 
 
 @pytest.mark.root
