@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import resource
 import signal
@@ -63,7 +64,11 @@ def _no_leaks():
 
 def children() -> set[str]:
     """Our child processes, zombies too; other tests' fixtures may have some that stay."""
-    return {pid for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()}
+    found: set[str] = set()
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # a thread that has just ended
+            found.update((task / "children").read_text().split())
+    return found
 
 
 def test_run_returns_output_and_status(loop_run):
