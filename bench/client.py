@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from aenv.agent.client import ENVD_PORT
-from aenv.agent.process import Ended, Processes
+from aenv.agent.process import Ended, Output, Processes
 from aenv.http.client import ClientResponse, Connection
 from aenv.node import Node
 
@@ -26,6 +26,16 @@ class Box:
     async def true(self) -> None:
         """What `commands.run("true")` of the SDK sends."""
         await run_true(Processes(self.client.dial, self.headers))
+
+    async def output(self, command: Sequence[str]) -> bytes:
+        """What a command in the sandbox prints. Raises RuntimeError when it fails."""
+        text = b""
+        async for event in Processes(self.client.dial, self.headers).start(command[0], command[1:]):
+            if isinstance(event, Output):
+                text += event.data
+            elif isinstance(event, Ended) and event.exit_code != 0:
+                raise RuntimeError(f"{command[0]} ended with {event.status}: {text!r}")
+        return text
 
 
 class Client:

@@ -1,22 +1,22 @@
 """What a command costs over the same command started inside the guest.
 
 `inside` is fork, exec and wait of the shell line that the SDK sends, measured by a Python program in the guest;
-`sdk` is `commands.run("true")` of the official Python SDK, `http` the same request without it. All three in each round.
+`sdk` is `commands.run("true")` of the official Python SDK in a process of its own, `http` the same request without it.
+All three in each round.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
-from e2b import Sandbox
-
 from aenv.config import Config
 from aenv.node import Node
+from aenv.vmm import spawn
 from bench.client import Client
 from bench.facts import host_facts, row
 
@@ -30,6 +30,18 @@ for _ in range({count}):
     took.append((time.perf_counter() - began) * 1000)
 print(json.dumps(took))
 """
+SDK = """
+import json, sys, time
+from e2b import Sandbox
+sandbox = Sandbox.connect(sys.argv[1])
+sandbox.commands.run("true")
+took = []
+for _ in range({count}):
+    began = time.perf_counter()
+    sandbox.commands.run("true")
+    took.append((time.perf_counter() - began) * 1000)
+print(json.dumps(took))
+"""
 PER_ROUND = 10
 
 
@@ -40,16 +52,15 @@ async def run(config: Config, n: int, say: Callable[[str], None]) -> dict[str, A
     try:
         client = Client(node)
         box = await client.create()
-        os.environ |= {"E2B_API_URL": node.url, "E2B_SANDBOX_URL": node.url, "E2B_API_KEY": node.api_key}
-        sdk = await asyncio.to_thread(Sandbox.connect, box.id)
-        for plane in (box.true, lambda: asyncio.to_thread(sdk.commands.run, "true")):
-            await plane()
+        sdk = os.environ | {"E2B_API_URL": node.url, "E2B_SANDBOX_URL": node.url, "E2B_API_KEY": node.api_key}
+        await box.true()
         while len(samples["sdk"]) < n:
-            inside = await asyncio.to_thread(sdk.commands.run, f"python3 -c '{INSIDE.format(count=PER_ROUND)}'")
-            samples["inside"] += json.loads(inside.stdout)
+            samples["inside"] += json.loads(await box.output(["python3", "-c", INSIDE.format(count=PER_ROUND)]))
             for _ in range(PER_ROUND):
                 samples["http"].append(await _timed(box.true()))
-                samples["sdk"].append(await _timed(asyncio.to_thread(sdk.commands.run, "true")))
+            program = SDK.format(count=PER_ROUND)
+            done = await spawn.run([sys.executable, "-c", program, box.id], env=sdk)
+            samples["sdk"] += json.loads(done.stdout)
             say(f"{len(samples['sdk'])} of {n}")
         await client.kill(box)
     finally:
