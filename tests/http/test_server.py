@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import socket
 from collections.abc import AsyncIterator
 from typing import Any
@@ -588,12 +589,14 @@ def test_opened_and_dropped_connections_leave_nothing() -> None:
     async def main() -> None:
         async with serving() as server:
             parts = (b"", b"GET / HT", GET, b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n1")
-            for n in range(300):
+            before = len(os.listdir("/proc/self/fd"))
+            for n in range(10_000):
                 with socket.create_connection(("127.0.0.1", server.port)) as sock:
                     sock.send(parts[n % 4])
                 await asyncio.sleep(0)
             while server.connections:
                 await asyncio.sleep(0.01)
+            assert len(os.listdir("/proc/self/fd")) == before
 
     run(main())
 
