@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Protocol
 
+from aenv.errors import AenvError
 from aenv.observe.logs import LogEntry, LogQuery
 from aenv.observe.metrics import MetricPoint
 
@@ -149,6 +150,56 @@ class TemplateInfo:
     last_spawned_at: datetime | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class SnapshotInfo:
+    """A snapshot: state of a sandbox from which others are created. `names` are `name` or `name:tag`, like those of
+    templates; `parent_id` is the template or snapshot it holds the changes to; `memory` is False when only the file
+    system was kept, and a sandbox from it boots. Bytes are those stored for it alone, not for what it is based on."""
+
+    id: str
+    names: tuple[str, ...]
+    sandbox_id: str
+    parent_id: str
+    created_at: datetime
+    cpu_count: int
+    memory_mib: int
+    disk_mib: int
+    memory: bool
+    memory_bytes: int
+    disk_bytes: int
+
+
+class NodeKind(enum.StrEnum):
+    TEMPLATE = "template"
+    SNAPSHOT = "snapshot"
+    SANDBOX = "sandbox"
+
+
+@dataclass(frozen=True, slots=True)
+class TreeNode:
+    """One node of the family tree. `parent_id` is None for templates. `memory_bytes` and `disk_bytes` are what it has
+    on disk alone; `resident_bytes` is the PSS of a running sandbox's VMM and `private_bytes` its guest's own pages,
+    None for everything that does not run."""
+
+    kind: NodeKind
+    id: str
+    parent_id: str | None
+    names: tuple[str, ...]
+    created_at: datetime
+    state: SandboxState | None  # of a sandbox
+    memory_bytes: int
+    disk_bytes: int
+    resident_bytes: int | None = None
+    private_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ForkFailure:
+    """Why one child of a fork was not started."""
+
+    error: AenvError
+
+
 class SandboxService(Protocol):
     """The life cycle of sandboxes, as the API and the command line see it.
 
@@ -215,4 +266,30 @@ class SandboxService(Protocol):
 
     async def delete_template(self, name: str) -> None:
         """Raises `ConflictError` while something still needs it."""
+        ...
+
+    async def snapshot(self, sandbox_id: str, *, name: str | None = None, memory: bool = True) -> SnapshotInfo:
+        """Capture a running sandbox, which goes on. `name` may have a tag; a name that is taken leads to the new
+        snapshot from now on, unless a template has it (ConflictError). A paused sandbox gives its pause as a snapshot.
+        `memory=False` keeps the file system only."""
+        ...
+
+    async def snapshots(self) -> Sequence[SnapshotInfo]:
+        """All snapshots, newest first. They are deleted by `delete_template`."""
+        ...
+
+    async def fork(self, sandbox_id: str, count: int, timeout: int) -> Sequence[SandboxInfo | ForkFailure]:
+        """Capture a running sandbox once and start `count` children from it, each with `timeout` seconds and the
+        source's options. Raises LimitError above the configured limit, ConflictError when it is paused, and what a
+        capture raises; a child that fails is an entry of the answer."""
+        ...
+
+    async def rollback(self, sandbox_id: str, snapshot: str) -> SandboxInfo:
+        """Take a running or paused sandbox back to a snapshot that was made of it, or that it was made from: same id,
+        token and address. `snapshot` is an id or a name. What has happened since is lost. Raises ConflictError for a
+        snapshot of another sandbox."""
+        ...
+
+    async def tree(self) -> Sequence[TreeNode]:
+        """Templates, snapshots and sandboxes, with what each costs; parents before children."""
         ...
