@@ -24,7 +24,10 @@ from aenv.sandbox.machines import Machines
 from aenv.sandbox.manager import Manager
 from aenv.sandbox.store import Store
 from aenv.sandbox.tokens import Tokens
+from aenv.storage.blocks import Blocks
+from aenv.storage.disks import Disks
 from aenv.storage.home import Home, read_or_create_secret
+from aenv.storage.memory import MemoryImages
 from aenv.storage.repository import Repository
 from aenv.vmm.base import Vmm
 from aenv.vmm.probe import select_vmm
@@ -96,10 +99,32 @@ class Node:
             )
             await slots.start(keep=[r.machine.slot for r in store.load() if r.machine is not None])
             stack.push_async_callback(slots.close)
-            machines = Machines(home, vmm, slots, repository, pool=config["vmm.pool"], hot=config["vmm.hot"])
+            blocks = await Blocks.start(home.run / "blocks")
+            stack.push_async_callback(blocks.close, stop_server=True)
+            memory = MemoryImages(blocks, home.images)
+            await memory.start()
+            stack.push_async_callback(memory.close)
+            machines = Machines(
+                home,
+                vmm,
+                slots,
+                repository,
+                Disks(blocks),
+                memory,
+                pool=config["vmm.pool"],
+                pool_max=config["vmm.pool_max"],
+                hot=config["vmm.hot"],
+            )
             stack.push_async_callback(machines.close)
             manager = Manager(
-                config, machines, repository, store, tokens, domain=tls.domain if tls is not None else None
+                config,
+                home,
+                machines,
+                repository,
+                store,
+                tokens,
+                domain=tls.domain if tls is not None else None,
+
             )
             await manager.open()
             stack.push_async_callback(manager.close)

@@ -15,6 +15,7 @@ class Event(enum.StrEnum):
     RESUMED = "resumed"
     UPDATED = "updated"  # time-out or network changed
     CHECKPOINTED = "checkpointed"  # snapshot or fork taken, the sandbox goes on
+    ROLLED_BACK = "rolled_back"
     KILLED = "killed"
     EXPIRED = "expired"
     FAILED = "failed"
@@ -26,6 +27,7 @@ _SENTENCES = {
     Event.RESUMED: "sandbox resumed",
     Event.UPDATED: "sandbox changed",
     Event.CHECKPOINTED: "sandbox checkpointed",
+    Event.ROLLED_BACK: "sandbox rolled back",
     Event.KILLED: "sandbox killed",
     Event.EXPIRED: "time-out reached",
     Event.FAILED: "sandbox failed",

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from datetime import UTC, datetime
+from pathlib import Path
 
 from aenv.sandbox.machines import Running
 from aenv.sandbox.service import PauseMode, SandboxInfo, SandboxState
 from aenv.sandbox.store import Record
+from aenv.snapshot.checkpoint import Checkpoint
 from aenv.storage.repository import Template
 
 ENVD_VERSION = "0.6.13"
@@ -29,7 +31,23 @@ class Sandbox:
         self.timer: asyncio.TimerHandle | None = None
         self.lock = asyncio.Lock()
         self.doomed = False
-        self.has_run = False  # the machine of the resume under way has executed instructions
+
+    @property
+    def is_up(self) -> bool:
+        """Its guest runs, or is stopped for an instant only: clients may talk to it."""
+        return self.record.state in (SandboxState.RUNNING, SandboxState.SNAPSHOTTING, SandboxState.FORKING)
+
+    def checkpoint(self, folder: Path) -> Checkpoint:
+        """What its next machine is made from, in its directory."""
+        record = self.record
+        return Checkpoint(
+            folder,
+            self.template.machine,
+            tuple(record.disk),
+            self.template.disk_size,
+            tuple(record.memory) if record.state_file is not None else (),
+            record.state_file,
+        )
 
     @property
     def id(self) -> str:
@@ -62,5 +80,5 @@ class Sandbox:
             network=record.options.network,
             on_timeout=record.options.on_timeout,
             auto_resume=record.options.auto_resume,
-            pause_mode=(PauseMode.FULL if record.memory_kept else PauseMode.FILESYSTEM) if paused else None,
+            pause_mode=(PauseMode.FULL if record.state_file is not None else PauseMode.FILESYSTEM) if paused else None,
         )

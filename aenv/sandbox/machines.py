@@ -1,6 +1,6 @@
-"""Machines for sandboxes: a VM together with the network slot it is wired to.
+"""Machines for sandboxes: a VM together with the network slot it is wired to and the disk it writes to.
 
-This is where VMM, network, snapshots and disks meet; it knows templates and directories, not sandbox states.
+This is where VMM, network, snapshots and disks meet; it knows checkpoints and directories, not sandbox states.
 """
 
 from __future__ import annotations
@@ -10,8 +10,11 @@ import os
 import secrets
 import shutil
 import socket
+import string
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 from aenv.agent.client import ENVD_PORT, Agent, identity
 from aenv.agent.process import Ended, Processes
@@ -21,29 +24,40 @@ from aenv.network.base import GUEST_MAC, Policy
 from aenv.network.pool import SlotPool
 from aenv.network.slot import Slot
 from aenv.sandbox.store import Machine
-from aenv.snapshot.capture import CaptureStats, capture_delta
-from aenv.snapshot.manifest import DELTA_NAME, STATE_NAME, sync_directory
+from aenv.snapshot.capture import CaptureStats, capture, sync_capture
+from aenv.snapshot.checkpoint import LAYER_SUFFIX, STATE_SUFFIX, Checkpoint, new_layer_id
+from aenv.snapshot.manifest import MANIFEST_NAME
+from aenv.snapshot.map import memory_map
+from aenv.snapshot.rehome import rehome
 from aenv.snapshot.restore import restore
+from aenv.storage.disks import Disks, OpenDisk
 from aenv.storage.home import Home
-from aenv.storage.overlay import create_overlay
+from aenv.storage.memory import MemoryImages
 from aenv.storage.repository import Repository, Template
-from aenv.vmm.base import Disk, Nic, Vm, Vmm
+from aenv.vmm.base import Disk, MemoryMap, Nic, Vm, Vmm
+from aenv.vmm.base import Machine as Shape
 from aenv.vmm.pool import WarmPool
 from aenv.vmm.spawn import Process, processes_in, set_background
 
-DISK_NAME = "disk.qcow2"
-WARM_PREFIX = "warm-"
+T = TypeVar("T")
+
+ID_ALPHABET = string.ascii_lowercase + string.digits
 WARM_UP_TIMEOUT = 120  # seconds; a busy host leaves it little time
 WARM_UP_QUIET = 0.5  # seconds after a create: its user's first commands go before
 REHEARSALS = 2
 CONSOLE_LINE = 4096  # bytes of a line of the guest's console
 CONNECT_TIMEOUT = 5.0  # seconds; a live guest answers or refuses within a millisecond
+REHOME_EXTENTS = 2000  # mappings that a source may get while it is frozen: about a microsecond each
+
+
+def new_sandbox_id() -> str:
+    """`i` and 20 lower-case letters or digits, the form the E2B clients know."""
+    return "i" + "".join(secrets.choice(ID_ALPHABET) for _ in range(20))
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A process with its RAM mapped, wired to a slot nobody has used. Any snapshot that is the template's memory or a
-    delta to it can be loaded into it."""
+    """A process with empty RAM, wired to a slot nobody has used. Any checkpoint of its shape can be loaded into it."""
 
     vm: Vm
     slot: Slot
@@ -51,12 +65,20 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class Warmed:
-    """A machine restored from a template ahead of time, with a disk of its own, that has done once what every sandbox
-    does first, and was stopped again. Nobody has used it."""
+    """A machine restored from a template ahead of time, in the directory of the sandbox it is to become, that has done
+    once what every sandbox does first, and was stopped again. Nobody has used it."""
 
-    vm: Vm
-    slot: Slot
-    folder: Path  # becomes the sandbox's directory
+    sandbox_id: str
+    running: Running
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """What a capture left in the sandbox's directory: names of files, not yet durable."""
+
+    memory: str
+    state: str
+    stats: CaptureStats
 
 
 def _future() -> asyncio.Future[None]:
@@ -70,6 +92,9 @@ class Running:
     vm: Vm
     slot: Slot
     incarnation: str
+    disk: OpenDisk
+    memory_layers: tuple[str, ...]  # what its RAM was made of, files in the disk's folder; empty after a cold boot
+    memory: MemoryMap | None  # the same, as the next capture compares with it
     closed: asyncio.Future[None] = field(default_factory=_future)  # done when connections must be dropped
     console: int = 0  # bytes of the guest's serial console that were read as lines
 
@@ -93,7 +118,7 @@ class Running:
 
     def revived(self) -> Running:
         """The same machine for new connections, after a pause that failed."""
-        return Running(self.vm, self.slot, secrets.token_hex(8))
+        return Running(self.vm, self.slot, secrets.token_hex(8), self.disk, self.memory_layers, self.memory)
 
     def agent(self, token: str | None) -> Agent:
         return Agent(self.connect, token)
@@ -102,17 +127,39 @@ class Running:
 class Machines:
     """Makes, captures, adopts and ends machines. All methods leave nothing behind when they raise."""
 
-    def __init__(self, home: Home, vmm: Vmm, slots: SlotPool, repository: Repository, *, pool: int, hot: int) -> None:
+    def __init__(
+        self,
+        home: Home,
+        vmm: Vmm,
+        slots: SlotPool,
+        repository: Repository,
+        disks: Disks,
+        memory: MemoryImages,
+        *,
+        pool: int,
+        pool_max: int,
+        hot: int,
+    ) -> None:
         self._home = home
         self._vmm = vmm
         self._slots = slots
         self._repository = repository
-        self._prepared: WarmPool[str, Prepared] = WarmPool(
-            self._prepare, self._discard, size=pool, hot=hot, broken=_is_dead
+        self._disks = disks
+        self._memory = memory
+        self._prepared: WarmPool[Shape, Prepared] = WarmPool(
+            self._prepare, self._discard, size=pool, limit=pool_max, hot=hot, broken=_is_dead
         )
         self._warmed: WarmPool[str, Warmed] = WarmPool(
-            self._warm_up, self._discard_warmed, size=pool, hot=hot, broken=_is_dead, quiet=WARM_UP_QUIET
+            self._warm_up,
+            self._discard_warmed,
+            size=pool,
+            limit=pool,
+            hot=hot,
+            broken=_has_died,
+            quiet=WARM_UP_QUIET,
+
         )
+        self._reserved: dict[str, Warmed] = {}  # by the id of the sandbox that gets it
 
     @property
     def kind(self) -> str:
@@ -125,129 +172,237 @@ class Machines:
     def directory(self, sandbox_id: str) -> Path:
         return self._home.sandboxes / sandbox_id
 
-    def disk(self, sandbox_id: str, template: Template) -> Disk:
-        return _disk(self.directory(sandbox_id), template)
+    def folders(self) -> list[Path]:
+        """The directories of all sandboxes."""
+        return [path for path in self._home.sandboxes.iterdir() if path.is_dir()]
 
-    def ready(self, template_id: str) -> tuple[int, int]:
-        """How many machines of this template wait: warmed, and prepared."""
-        return self._warmed.count(template_id), self._prepared.count(template_id)
+    # Pools
 
-    async def warm(self, template_id: str) -> None:
+    def ready(self, template: Template) -> tuple[int, int]:
+        """How many machines wait for this template: warmed ones of its own, and prepared ones of its shape."""
+        return self._warmed.count(template.id), self._prepared.count(template.machine)
+
+    async def warm(self, template: Template) -> None:
         """Begin to keep machines ready from which sandboxes of this template start."""
-        await self._warmed.warm(template_id)
+        await self._warmed.warm(template.id)
 
-    async def warmed(self, template_id: str) -> None:
+    async def warmed(self, template: Template) -> None:
         """Wait until a machine of a template that is kept warm is ready, or making one has failed."""
-        await self._warmed.ready(template_id)
+        await self._warmed.ready(template.id)
 
-    async def expect_resume(self, template_id: str) -> None:
-        """A sandbox of this template was paused: begin to keep machines ready into which its memory can be loaded."""
-        await self._prepared.warm(template_id)
+    async def expect(self, shape: Shape) -> None:
+        """Something of this shape may be restored soon: begin to keep processes ready for it."""
+        await self._prepared.warm(shape)
 
-    async def start(self, template: Template, sandbox_id: str, policy: Policy) -> Running:
-        """A fresh machine for a new sandbox, with the sandbox's directory and a private, empty disk in it.
+    async def cool(self, template: Template) -> None:
+        """Stop keeping machines of this template ready."""
+        await self._warmed.cool(template.id)
 
-        The machine is PAUSED. It was restored from the template's snapshot, ahead of time where one waits.
-        """
+    async def close(self) -> None:
+        for warmed in self._reserved.values():
+            await self._discard_warmed(warmed)
+        self._reserved.clear()
+        await asyncio.gather(self._warmed.close(), self._prepared.close())
+
+    # Start
+
+    def require(self, template: Template) -> None:
+        """Raise UnavailableError, naming what differs, when this node cannot restore a machine of the template."""
+        template.manifest.require_vmm(self._vmm)
+
+    def reserve(self, template: Template) -> str:
+        """The id of the next sandbox of this template. A machine that waits for it is kept until `start`."""
         warmed = self._warmed.take_ready(template.id)
         if warmed is None:
-            return await self.restore_template(template, sandbox_id, policy)
+            return new_sandbox_id()
+        self._reserved[warmed.sandbox_id] = warmed
+        return warmed.sandbox_id
+
+    async def start(self, template: Template, sandbox_id: str, policy: Policy) -> Running:
+        """A fresh machine for a new sandbox whose id was reserved: PAUSED if the template has a memory, else booting.
+
+        The sandbox's directory is made, with links to all layers and a private disk.
+        """
+        warmed = self._reserved.pop(sandbox_id, None)
+        if warmed is None:
+            return await self.branch(template, template.checkpoint, sandbox_id, policy)
         try:
             if policy != Policy():
-                await warmed.slot.apply(policy)
-            set_background(warmed.vm.pid, False)
-            warmed.folder.rename(self.directory(sandbox_id))
+                await warmed.running.slot.apply(policy)
+            set_background(warmed.running.vm.pid, False)
         except BaseException:
             await self._discard_warmed(warmed)
             raise
-        return Running(warmed.vm, warmed.slot, secrets.token_hex(8))
+        return warmed.running
 
-    async def restore_template(
-        self, template: Template, sandbox_id: str, policy: Policy, *, pooled: bool = True
+    async def branch(
+        self,
+        template: Template,
+        source: Checkpoint,
+        sandbox_id: str,
+        policy: Policy,
+        *,
+        pooled: bool = True,
+        memory: MemoryMap | None = None,
     ) -> Running:
-        """`start` without a machine that was restored ahead; `pooled=False` starts a VMM although one waits."""
+        """A machine for a new sandbox from any checkpoint, in whose directory there is a manifest, too;
+        `pooled=False` starts a VMM although one waits."""
+        if source.state is not None:
+            self.require(template)
+        else:
+            template.manifest.require_boot_files()
         folder = self.directory(sandbox_id)
-        _make_disk(folder, template)
-        return await self.restore(template, _disk(folder, template), policy, pooled=pooled)
+        folder.mkdir(mode=0o711)
+        try:
+            os.link(source.directory / MANIFEST_NAME, folder / MANIFEST_NAME)
+            checkpoint = source.link_into(folder)
+            if checkpoint.state is None:
+                return await self.boot(checkpoint, policy)
+            running = await self.restore(checkpoint, policy, pooled=pooled, memory=memory)
+            (folder / checkpoint.state).unlink()
+            return running
+        except BaseException:
+            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+            raise
 
     async def restore(
-        self, template: Template, disk: Disk, policy: Policy, paused: Path | None = None, *, pooled: bool = True
+        self, checkpoint: Checkpoint, policy: Policy, *, pooled: bool = True, memory: MemoryMap | None = None
     ) -> Running:
-        """Restore the template's snapshot, or the pause in directory `paused`, which is a delta to the same memory
-        image. The machine is PAUSED: its vCPUs have not run yet."""
-        prepared = await (self._prepared.take(template.id) if pooled else self._prepare(template.id))
+        """A machine from a checkpoint in its sandbox's directory, PAUSED: its vCPUs have not run yet. `memory` is the
+        checkpoint's, if the caller knows it."""
+        assert checkpoint.state_file is not None
+        mapping = _known(memory) if memory is not None else self._map(checkpoint.machine, checkpoint.memory_layers)
+        taking = self._prepared.take(checkpoint.machine) if pooled else self._prepare(checkpoint.machine)
+        prepared, disk, mapped = await asyncio.gather(
+            taking, self._disks.open(checkpoint), mapping, return_exceptions=True
+        )
         try:
+            prepared, disk, mapped = _result(prepared), _result(disk), _result(mapped)
             if policy != Policy():
                 await prepared.slot.apply(policy)
-            state = template.state if paused is None else paused / STATE_NAME
-            delta = None if paused is None else paused / DELTA_NAME
-            await restore(prepared.vm, state=state, disk=disk, delta=delta)
+            await restore(prepared.vm, state=checkpoint.state_file, disk=Disk(disk.path, "raw"), memory=mapped)
         except BaseException as error:
-            died = isinstance(error, VmmError) and prepared.vm.exited.done()
-            await self._discard(prepared)
+            died = isinstance(error, VmmError) and isinstance(prepared, Prepared) and prepared.vm.exited.done()
+            if isinstance(prepared, Prepared):
+                await self._discard(prepared)
+            if isinstance(disk, OpenDisk):
+                await self._disks.discard(disk)
             if not (died and pooled):
                 raise
         else:
-            return Running(prepared.vm, prepared.slot, secrets.token_hex(8))
+            return Running(prepared.vm, prepared.slot, secrets.token_hex(8), disk, checkpoint.memory, mapped)
         # It died while it waited and nobody had noticed yet: that is not the caller's misfortune.
-        return await self.restore(template, disk, policy, paused, pooled=False)
+        return await self.restore(checkpoint, policy, pooled=False, memory=memory)
 
-    async def boot(self, template: Template, disk: Disk, policy: Policy) -> Running:
-        """Cold boot from a disk, for a sandbox whose memory was not kept."""
+    async def boot(self, checkpoint: Checkpoint, policy: Policy) -> Running:
+        """Cold boot from a checkpoint's disk in its sandbox's directory."""
         slot = await self._slots.take()
         try:
             if policy != Policy():
                 await slot.apply(policy)
-            blank = self._home.cache / f"zero-{template.manifest.memory_mib}"
-            with blank.open("ab") as file:
-                file.truncate(template.manifest.memory_mib << 20)
-            tap = slot.tap_fd()
+            disk = await self._disks.open(checkpoint)
             try:
-                vm = await self._vmm.boot(
-                    template.machine, memory_image=blank, disk=disk, nic=Nic(tap, GUEST_MAC), run_dir=self._run_dir()
-                )
-            finally:
-                os.close(tap)
+                tap = slot.tap_fd()
+                try:
+                    vm = await self._vmm.boot(
+                        checkpoint.machine,
+                        disk=Disk(disk.path, "raw"),
+                        nic=Nic(tap, GUEST_MAC),
+                        run_dir=self._run_dir(),
+                    )
+                finally:
+                    os.close(tap)
+            except BaseException:
+                await self._disks.discard(disk)
+                raise
         except BaseException:
             await self._slots.release(slot)
             raise
-        return Running(vm, slot, secrets.token_hex(8))
+        return Running(vm, slot, secrets.token_hex(8), disk, (), None)
 
-    async def capture_pause(self, running: Running, template: Template, target: Path) -> CaptureStats:
-        """Stop the vCPUs and write device state and changed memory to `target`, which appears whole or not at all.
+    async def map_memory(self, checkpoint: Checkpoint) -> MemoryMap:
+        """What several machines of one checkpoint can be restored with."""
+        return await self._map(checkpoint.machine, checkpoint.memory_layers)
 
-        The machine stays paused: the caller kills it or lets it run on.
+    async def _map(self, shape: Shape, layers: list[Path]) -> MemoryMap:
+        """What RAM is made of: one image that many share, and the layers over it."""
+        size = shape.memory_mib << 20
+        base = await self._memory.open(layers[:1])
+        found = await asyncio.to_thread(memory_map, size, base, layers[1:], self._zero(size))
+        if found is None:  # too scattered to be mapped piece by piece
+            found = memory_map(size, await self._memory.open(layers), [], self._zero(size))
+            assert found is not None
+        return found
+
+    def _zero(self, size: int) -> Path:
+        path = self._home.cache / f"zero-{size >> 20}"
+        with path.open("ab") as file:
+            file.truncate(size)
+        return path
+
+    # Capture
+
+    async def capture(self, running: Running, *, restack: bool) -> Captured:
+        """Stop the vCPUs and write device state and changed memory into the sandbox's directory.
+
+        With `restack` the disk gets a new writable layer at the same moment. The machine stays paused, whatever
+        happens: the caller ends it or lets it run on. Nothing is durable before `settle`.
         """
-        staging = target.with_name(target.name + ".part")
-        for leftover in (staging, target):
-            shutil.rmtree(leftover, ignore_errors=True)
-        staging.mkdir(mode=0o700)
-        try:
-            stats = await capture_delta(running.vm, staging, parent_image=template.memory)
-            staging.rename(target)
-            sync_directory(target.parent)
-        except BaseException:
-            shutil.rmtree(staging, ignore_errors=True)
-            raise
-        return stats
+        folder, name = running.disk.folder, new_layer_id()
+        state, layer = folder / f"{name}{STATE_SUFFIX}", folder / f"{name}{LAYER_SUFFIX}"
+        alongside = self._disks.restack(running.disk) if restack else None
+        stats = await capture(running.vm, state=state, layer=layer, parent=running.memory, alongside=alongside)
+        return Captured(layer.name, state.name, stats)
+
+    async def restack(self, running: Running) -> None:
+        """Give the disk a new writable layer; what was written before is a layer of its own."""
+        await self._disks.restack(running.disk)
+
+    async def rehome(self, running: Running, captured: Captured) -> None:
+        """Let a paused machine's RAM be the layer that was just captured from it, as far as that is quick: its pages
+        are shared from then on, and the next capture need not look at them."""
+        await rehome(running.vm, running.disk.folder / captured.memory, REHOME_EXTENTS)
+
+    async def remember(self, running: Running, shape: Shape, layers: Sequence[str]) -> None:
+        """These layers in the disk's folder are what the machine's memory is compared with in the next capture."""
+        running.memory_layers = tuple(layers)
+        running.memory = await self._map(shape, [running.disk.folder / name for name in layers]) if layers else None
+
+    async def settle(self, folder: Path, captured: Captured | None, layers: tuple[str, ...]) -> None:
+        """Make a capture and the disk layers below it durable."""
+        if captured is not None:
+            await sync_capture(folder / captured.state, folder / captured.memory)
+        await self._disks.seal(folder, layers)
+
+    # End and adoption
+
+    async def drop_upper(self, running: Running) -> None:
+        """Remove what an ended machine wrote to its disk."""
+        await self._disks.discard(running.disk)
 
     async def end(self, running: Running) -> None:
-        """Kill the machine and give its slot back."""
+        """Kill the machine, give its slot back and close its disk."""
         running.close()
-        await self._discard(Prepared(running.vm, running.slot))
+        try:
+            await self._discard(Prepared(running.vm, running.slot))
+        finally:
+            await self._disks.close(running.disk)
 
-    async def adopt(self, machine: Machine) -> Running:
-        """Take over a machine of an earlier daemon. Raises NotFoundError when it is gone."""
+    async def adopt(self, machine: Machine, folder: Path) -> Running:
+        """Take over a machine of an earlier daemon. Raises NotFoundError when it or its disk is gone. What its memory
+        is made of is not known yet: `remember` tells."""
         slot = await self._slots.adopt(machine.slot)
         try:
+            disk = await self._disks.find(machine.disk, folder)
             vm = await self._vmm.adopt(machine.pid, machine.start_time, Path(machine.run_dir))
         except BaseException:
             await self._slots.release(slot)
             raise
-        return Running(vm, slot, machine.incarnation)
+        return Running(vm, slot, machine.incarnation, disk, (), None)
 
-    async def abandon(self, machine: Machine) -> None:
-        """End what is left of a machine of an earlier daemon."""
+    async def abandon(self, machine: Machine, folder: Path) -> tuple[str, ...] | None:
+        """End what is left of a machine of an earlier daemon. Gives the layers of its disk, lowest first and the one
+        it wrote to last; None when the block server does not know it any more."""
         try:
             await Process.adopt(machine.pid, machine.start_time).kill()
         except NotFoundError:
@@ -256,12 +411,20 @@ class Machines:
         try:
             slot = await self._slots.adopt(machine.slot)
         except NotFoundError:
-            return
-        await self._slots.release(slot)
+            pass  # remade or released already
+        else:
+            await self._slots.release(slot)
+        try:
+            disk = await self._disks.find(machine.disk, folder)
+        except NotFoundError:
+            return None
+        await self._disks.close(disk)
+        return (*disk.layers, disk.upper)
 
-    async def sweep(self, keep: set[Path]) -> int:
-        """Kill the VMM processes of this home whose run directory is not in `keep`: they waited in the pool of a
-        daemon that was killed. Returns how many there were."""
+    async def sweep(self, machines: list[Machine]) -> int:
+        """Kill the VMM processes of this home that are not among `machines`: they waited in the pool of a daemon that
+        was killed. Closes their disks. Returns how many there were."""
+        keep = {Path(machine.run_dir) for machine in machines}
         ended = 0
         for folder in self._home.run.glob("vm-*"):
             if folder in keep:
@@ -273,36 +436,17 @@ class Machines:
                     continue
                 ended += 1
             shutil.rmtree(folder, ignore_errors=True)
-        for folder in self._home.staging.glob(f"{WARM_PREFIX}*"):
-            shutil.rmtree(folder, ignore_errors=True)
+        await self._disks.sweep({machine.disk for machine in machines})
         return ended
 
-    def folders(self) -> list[Path]:
-        """The directories of all sandboxes."""
-        return [path for path in self._home.sandboxes.iterdir() if path.is_dir()]
+    # Making
 
-    async def cool(self, template_id: str) -> None:
-        """Stop keeping machines of this template ready."""
-        await self._warmed.cool(template_id)
-        await self._prepared.cool(template_id)
-
-    async def close(self) -> None:
-        await asyncio.gather(self._warmed.close(), self._prepared.close())
-
-    async def _prepare(self, template_id: str) -> Prepared:
-        template = self._repository.find(template_id)
-        template.manifest.require_vmm(self._vmm)
+    async def _prepare(self, shape: Shape) -> Prepared:
         slot = await self._slots.take()
         try:
             tap = slot.tap_fd()
             try:
-                vm = await self._vmm.prepare(
-                    template.machine,
-                    memory_image=template.memory,
-                    nic=Nic(tap, GUEST_MAC),
-                    run_dir=self._run_dir(),
-                    base=template.disk,
-                )
+                vm = await self._vmm.prepare(shape, nic=Nic(tap, GUEST_MAC), run_dir=self._run_dir())
             finally:
                 os.close(tap)
         except BaseException:
@@ -317,29 +461,27 @@ class Machines:
         this leaves behind in the VMM. It runs in the background: nobody waits for it.
         """
         template = self._repository.find(template_id)
-        folder = self._home.staging / f"{WARM_PREFIX}{secrets.token_hex(6)}"
-        prepared = await self._prepare(template_id)
+        sandbox_id = new_sandbox_id()
+        running = await self.branch(template, template.checkpoint, sandbox_id, Policy())
+        warmed = Warmed(sandbox_id, running)
         try:
-            set_background(prepared.vm.pid, True)
-            _make_disk(folder, template)
-            await restore(prepared.vm, state=template.state, disk=_disk(folder, template))
-            await prepared.vm.resume()
+            set_background(running.vm.pid, True)
+            await running.vm.resume()
             async with asyncio.timeout(WARM_UP_TIMEOUT):
-                await _rehearse(prepared.slot, template)
-            await prepared.vm.pause()
+                await _rehearse(running.slot, template)
+            await running.vm.pause()
         except BaseException as error:
-            await self._discard(prepared)
-            shutil.rmtree(folder, ignore_errors=True)
+            await self._discard_warmed(warmed)
             if isinstance(error, TimeoutError):
                 raise GuestError(f"a guest of template {template.title} took over {WARM_UP_TIMEOUT} s") from error
             raise
-        return Warmed(prepared.vm, prepared.slot, folder)
+        return warmed
 
     async def _discard_warmed(self, warmed: Warmed) -> None:
         try:
-            await self._discard(Prepared(warmed.vm, warmed.slot))
+            await self.end(warmed.running)
         finally:
-            shutil.rmtree(warmed.folder, ignore_errors=True)
+            shutil.rmtree(self.directory(warmed.sandbox_id), ignore_errors=True)
 
     async def _discard(self, prepared: Prepared) -> None:
         try:
@@ -351,22 +493,22 @@ class Machines:
         return self._home.run / f"vm-{secrets.token_hex(6)}"
 
 
-def _is_dead(item: Prepared | Warmed) -> bool:
+async def _known(memory: MemoryMap) -> MemoryMap:
+    return memory
+
+
+def _is_dead(item: Prepared) -> bool:
     return item.vm.exited.done()
 
 
-def _disk(folder: Path, template: Template) -> Disk:
-    return Disk(folder / DISK_NAME, "qcow2", backing=template.disk)
+def _has_died(item: Warmed) -> bool:
+    return item.running.vm.exited.done()
 
 
-def _make_disk(folder: Path, template: Template) -> None:
-    """A directory with an empty disk over the template's."""
-    folder.mkdir(mode=0o711)
-    try:
-        create_overlay(folder / DISK_NAME, template.disk, template.disk_size)
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
+def _result(outcome: T | BaseException) -> T:
+    if isinstance(outcome, BaseException):
+        raise outcome
+    return outcome
 
 
 async def _rehearse(slot: Slot, template: Template) -> None:

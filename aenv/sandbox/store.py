@@ -18,7 +18,7 @@ import msgspec
 from aenv.errors import ConflictError, InvalidInputError, NotFoundError, UnavailableError
 from aenv.sandbox.service import CreateOptions, SandboxState
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 SCHEMA = """
 CREATE TABLE sandboxes (
     id TEXT PRIMARY KEY,
@@ -35,11 +35,19 @@ class Machine(msgspec.Struct, frozen=True):
     start_time: int
     run_dir: str
     slot: int  # index of the network slot
+    disk: str  # name of its disk at the block server
     incarnation: str  # differs after every resume; names connections that must not be reused
 
 
 class Record(msgspec.Struct, kw_only=True):
-    """All that is known of a sandbox. Times are seconds since the epoch."""
+    """All that is known of a sandbox. Times are seconds since the epoch.
+
+    `disk`, `memory` and `state_file` are names of files in its directory. `disk` has the sealed layers below the one
+    that a running machine writes to, `upper`; a pause adds that one. `memory` has the layers of the last capture, of
+    which the RAM of a running machine is made together with what it has changed since; it is empty when the machine
+    was booted. `lineage` names what it came from, nearest first: snapshots, templates, and sandboxes it was forked
+    from.
+    """
 
     id: str
     template_id: str
@@ -48,7 +56,11 @@ class Record(msgspec.Struct, kw_only=True):
     end_at: float
     state: SandboxState = SandboxState.STARTING
     machine: Machine | None = None
-    memory_kept: bool = True  # by the last pause
+    disk: list[str] = []
+    upper: str | None = None
+    memory: list[str] = []
+    state_file: str | None = None  # device state of a paused sandbox; None when only its file system was kept
+    lineage: list[str] = []
     machine_id: str | None = None  # /etc/machine-id of the guest: the same for all incarnations
 
 

@@ -19,18 +19,17 @@ from aenv.vmm.base import Machine, Vmm, VmmKind
 
 MANIFEST_NAME = "manifest.json"
 STATE_NAME = "state"  # device state without RAM
-MEMORY_NAME = "memory"  # a template's whole RAM, a sparse raw image
-DELTA_NAME = "memory.lsmt"  # a paused sandbox's changes to its template's RAM
-VERSION = 1
+VERSION = 2
 SIZE_LIMIT = 1 << 20  # bytes of a manifest; a real one has about 1 kB
+MAX_LAYERS = 255
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 class SnapshotKind(enum.StrEnum):
-    TEMPLATE = "template"  # complete in itself
-    PAUSED = "paused"  # changes to `parent`
+    TEMPLATE = "template"  # built
+    SNAPSHOT = "snapshot"  # captured from a sandbox
 
 
 class BootFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -45,10 +44,9 @@ class BootFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Disk(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A disk image in the snapshot's directory. `size` is the virtual size in bytes."""
+    """A stack of sealed layers, lowest first. `size` is the virtual size in bytes."""
 
-    name: str
-    format: str
+    layers: list[str]
     size: int
 
 
@@ -63,7 +61,10 @@ class Context(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """See the module. `created` is seconds since 1970; `memory` and `state` are names in the snapshot's directory."""
+    """See the module. `created` is seconds since 1970. Layers and `state` are names of files in the snapshot's
+    directory, which has a (hard) link to every layer it needs: deleting one snapshot never breaks another, and space
+    is given back with the last link. `memory` is a stack like the disk's; it is empty, and `state` None, when only the
+    file system was kept. `sandbox` is what a snapshot was captured from and `parent` what it holds the changes to."""
 
     id: str
     build_id: str
@@ -79,9 +80,10 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cmdline: str
     memory: list[str]
     disk: Disk
-    state: str = STATE_NAME
+    state: str | None = STATE_NAME
     context: Context = Context()
     parent: str | None = None
+    sandbox: str | None = None
     version: int = VERSION
 
     def __post_init__(self) -> None:
@@ -95,17 +97,27 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             ("id", self.id),
             ("build_id", self.build_id),
             ("parent", self.parent),
+            ("sandbox", self.sandbox),
             ("state", self.state),
         ):
             if name is not None and not _NAME.fullmatch(name):
                 yield field, f"{name!r} is not a name"
-        for number, name in enumerate(self.memory):
-            if not _NAME.fullmatch(name):
-                yield f"memory[{number}]", f"{name!r} is not a file name"
-        if len(self.memory) != 1:
-            yield "memory", f"expected one file, got {len(self.memory)}"
-        if (self.parent is not None) != (self.kind is SnapshotKind.PAUSED):
-            yield "parent", "a paused sandbox has one and a template has none"
+        for field, layers in (("memory", self.memory), ("disk.layers", self.disk.layers)):
+            for number, name in enumerate(layers):
+                if not _NAME.fullmatch(name):
+                    yield f"{field}[{number}]", f"{name!r} is not a file name"
+            if len(set(layers)) != len(layers):
+                yield field, "names a layer twice"
+            if len(layers) > MAX_LAYERS:
+                yield field, f"{len(layers)} layers; a stack has at most {MAX_LAYERS}"
+        if not self.disk.layers:
+            yield "disk.layers", "is empty"
+        if bool(self.memory) != (self.state is not None):
+            yield "state", "memory and device state are kept together or not at all"
+        if (self.parent is not None) != (self.kind is SnapshotKind.SNAPSHOT):
+            yield "parent", "a snapshot has one and a template has none"
+        if (self.sandbox is not None) != (self.kind is SnapshotKind.SNAPSHOT):
+            yield "sandbox", "a snapshot has one and a template has none"
         if not 1 <= self.vcpus <= 1024:
             yield "vcpus", f"{self.vcpus} is out of range"
         if not 1 <= self.memory_mib <= 1 << 23:
@@ -117,10 +129,6 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 yield f"{field}.path", f"{file.path!r} is not an absolute path"
             if not _DIGEST.fullmatch(file.sha256):
                 yield f"{field}.sha256", "is not a SHA-256 in lower-case hex"
-        if not _NAME.fullmatch(self.disk.name):
-            yield "disk.name", f"{self.disk.name!r} is not a file name"
-        if self.disk.format not in ("raw", "qcow2"):
-            yield "disk.format", f"expected raw or qcow2, got {self.disk.format!r}"
         if self.disk.size <= 0 or self.disk.size % 512:
             yield "disk.size", f"{self.disk.size} is not a positive number of sectors"
 

@@ -19,7 +19,9 @@ class Home:
 
     `staging/` is scratch of builders, deletable at any time. `templates/` is the committed repository: a directory
     counts when its manifest is there. `cache` is derived and rebuilt at will. `sandboxes/` belongs to the records in
-    `aenv.db`. Control sockets of VMMs lie under `run`, which is short because a Unix socket path has 107 bytes.
+    `aenv.db`. `images` holds links to layers that the block server shows. All but `cache` must be on one file system:
+    layers are shared by hard links. Control sockets of VMMs lie under `run`, which is short because a Unix socket path
+    has 107 bytes.
     """
 
     root: Path
@@ -55,6 +57,11 @@ class Home:
         return self.root / "staging"
 
     @property
+    def images(self) -> Path:
+        """Links to the layers of open memory images."""
+        return self.root / "images"
+
+    @property
     def run(self) -> Path:
         """Control sockets; per boot of the machine."""
         base = Path("/run/aenv") if os.geteuid() == 0 else Path(os.environ.get("XDG_RUNTIME_DIR", "/tmp")) / "aenv"
@@ -64,7 +71,7 @@ class Home:
         """Make all directories; idempotent. They are private to the owner."""
         self.root.mkdir(parents=True, exist_ok=True, mode=0o711)
         self.cache.mkdir(parents=True, exist_ok=True, mode=0o711)
-        for folder in (self.templates, self.sandboxes, self.staging):
+        for folder in (self.templates, self.sandboxes, self.staging, self.images):
             folder.mkdir(exist_ok=True, mode=0o711)
         (self.root / "secrets").mkdir(exist_ok=True, mode=0o700)
         self.run.mkdir(parents=True, exist_ok=True, mode=0o711)

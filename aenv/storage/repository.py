@@ -1,4 +1,4 @@
-"""The committed repository in a POSIX directory: one directory a template, and one file that gives them names.
+"""The committed repository in a POSIX directory: one directory a template or snapshot, and one file that names them.
 
 A template's directory is made under `staging` and moved here when it is whole; its manifest is its proof. Several
 processes may use a repository at once (the daemon and a build on the command line): nothing is cached but manifests,
@@ -11,7 +11,9 @@ import fcntl
 import logging
 import os
 import re
+import secrets
 import shutil
+import string
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +22,7 @@ from pathlib import Path
 import msgspec
 
 from aenv.errors import ConflictError, InvalidInputError, NotFoundError
+from aenv.snapshot.checkpoint import Checkpoint
 from aenv.snapshot.manifest import Manifest, SnapshotKind, sync_directory, write_atomically
 from aenv.vmm.base import Machine
 
@@ -34,7 +37,7 @@ _TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """A committed template: its manifest, where its files are, and the names that lead to it now."""
+    """A committed template or snapshot: its manifest, where its files are, and the names that lead to it now."""
 
     directory: Path
     manifest: Manifest
@@ -54,17 +57,21 @@ class Template:
         return self.manifest.machine
 
     @property
-    def memory(self) -> Path:
-        """The RAM image that all its sandboxes map."""
-        return self.directory / self.manifest.memory[0]
+    def kind(self) -> SnapshotKind:
+        return self.manifest.kind
 
     @property
-    def state(self) -> Path:
-        return self.directory / self.manifest.state
-
-    @property
-    def disk(self) -> Path:
-        return self.directory / self.manifest.disk.name
+    def checkpoint(self) -> Checkpoint:
+        """What its machines are restored from."""
+        manifest = self.manifest
+        return Checkpoint(
+            self.directory,
+            manifest.machine,
+            tuple(manifest.disk.layers),
+            manifest.disk.size,
+            tuple(manifest.memory),
+            manifest.state,
+        )
 
     @property
     def disk_size(self) -> int:
@@ -81,6 +88,11 @@ def split_name(text: str) -> str:
     if not _NAME.fullmatch(name) or ".." in name or (colon and not _TAG.fullmatch(tag)):
         raise InvalidInputError("template", f"{text!r} is not a template name")
     return name if not colon or tag == DEFAULT_TAG else text
+
+
+def new_template_id() -> str:
+    """20 lower-case letters or digits, the form of E2B's ids."""
+    return "".join(secrets.choice(string.ascii_lowercase + string.digits) for _ in range(20))
 
 
 class Repository:
@@ -116,16 +128,18 @@ class Repository:
     def commit(self, staged: Path, names: Sequence[str] = ()) -> Template:
         """Move a directory with a saved manifest into the repository and point `names` at it.
 
-        Raises ConflictError when its id is taken.
+        Raises ConflictError when its id is taken, or when a snapshot is to get the name of a template.
         """
         manifest = Manifest.load(staged)
-        if manifest.kind is not SnapshotKind.TEMPLATE or not _ID.fullmatch(manifest.id):
+        if not _ID.fullmatch(manifest.id):
             raise InvalidInputError("manifest.id", f"{manifest.id!r} is no template")
         stored = [split_name(name) for name in names]
         target = self._directory / manifest.id
         with self._changing_names() as table:  # first, so that nothing moves when the names are damaged
             if target.exists():
                 raise ConflictError(f"template {manifest.id} exists already")
+            if manifest.kind is SnapshotKind.SNAPSHOT:
+                self._refuse_names_of_templates(stored, table)
             staged.chmod(0o711)
             sync_directory(staged)
             staged.rename(target)
@@ -144,6 +158,33 @@ class Repository:
             template.directory.rename(self._directory / f".deleted-{template.id}")  # a half removed one is not found
         for doomed in self._directory.glob(".deleted-*"):  # those of a killed process too
             shutil.rmtree(doomed, ignore_errors=True)
+
+    def check_snapshot_name(self, name: str) -> None:
+        """Raise ConflictError when a template has the name, InvalidInputError when it cannot be one."""
+        self._refuse_names_of_templates([split_name(name)], self._names())
+
+    def _refuse_names_of_templates(self, names: Sequence[str], table: dict[str, str]) -> None:
+        for name in names:
+            if (identity := table.get(name)) is None:
+                continue
+            try:
+                kind = self._template(identity, table).kind
+            except NotFoundError:
+                continue  # a name that leads nowhere is free
+            if kind is SnapshotKind.TEMPLATE:
+                raise ConflictError(f"the name {name} belongs to a template")
+
+    def replace(self, template: Template, manifest: Manifest) -> Template:
+        """Give a template or snapshot another manifest, in one step: its layers were compacted. New files are in its
+        directory already; those that the new manifest does not name go."""
+        if not template.directory.is_dir():
+            raise NotFoundError(f"template {template.id} does not exist")
+        manifest.save(template.directory)
+        self._manifests[template.id] = manifest
+        new = Template(template.directory, manifest, template.names)
+        for name in template.checkpoint.files - new.checkpoint.files:
+            (template.directory / name).unlink(missing_ok=True)
+        return new
 
     def _template(self, identity: str, names: dict[str, str]) -> Template:
         directory = self._directory / identity

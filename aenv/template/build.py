@@ -7,7 +7,6 @@ import importlib.resources
 import os
 import secrets
 import shutil
-import string
 import time
 import uuid
 from collections.abc import Callable
@@ -26,17 +25,18 @@ from aenv.http.client import Connection
 from aenv.network.base import GUEST_MAC, Uplink, UplinkKind
 from aenv.network.pool import SlotPool
 from aenv.network.slot import Slot
-from aenv.snapshot.capture import capture_template
-from aenv.snapshot.manifest import MEMORY_NAME, BootFile, Context, Disk, Manifest, SnapshotKind
+from aenv.snapshot.capture import capture, sync_capture
+from aenv.snapshot.checkpoint import LAYER_SUFFIX, new_layer_id
+from aenv.snapshot.manifest import STATE_NAME, BootFile, Context, Disk, Manifest, SnapshotKind
 from aenv.storage.home import Home
-from aenv.storage.repository import Repository, Template
+from aenv.storage.image import import_raw
+from aenv.storage.repository import Repository, Template, new_template_id
 from aenv.template.rootfs import build_rootfs
 from aenv.vmm.base import Disk as VmDisk
 from aenv.vmm.base import Machine, Nic, Vm, Vmm
 
 Progress = Callable[[str], None]
 CONTEXT = Context(workdir="/home/user")
-DISK_NAME = "disk.raw"
 CONNECT_TIMEOUT = 2.0
 # Run before the snapshot: what the first commands of every child need is then in the guest's page cache, and so in
 # the memory image that all children share.
@@ -59,11 +59,6 @@ class Sizes:
     disk_mib: int = 2048
 
 
-def new_template_id() -> str:
-    """20 lower-case letters or digits, the form of E2B's ids."""
-    return "".join(secrets.choice(string.ascii_lowercase + string.digits) for _ in range(20))
-
-
 class Builder:
     """Builds templates into one home. `boot_timeout` is in seconds."""
 
@@ -84,10 +79,15 @@ class Builder:
             guest = importlib.resources.files("aenv._guest")
             initrd = build_initramfs(kernel, Path(str(guest / "init")), Path(str(guest / "envd")), self._home.cache)
             self._progress("root file system")
-            disk = staged / DISK_NAME
+            disk = staged / "disk.raw"
             build_rootfs(disk, self._home.cache / "rootfs", self._progress, disk_mib=sizes.disk_mib)
             machine = Machine(sizes.vcpus, sizes.memory_mib, kernel.boot_image, initrd, kernel_cmdline(self._vmm.kind))
-            uvloop.run(self._boot_and_capture(machine, disk, staged))
+            memory_layer, disk_layer = (f"{new_layer_id()}{LAYER_SUFFIX}" for _ in range(2))
+            uvloop.run(self._boot_and_capture(machine, disk, staged, memory_layer))
+            self._progress("disk layer")
+            written = import_raw(disk, staged / disk_layer)
+            self._progress(f"disk of {written.data >> 20} MiB")
+            disk.unlink()
             manifest = Manifest(
                 id=new_template_id(),
                 build_id=str(uuid.uuid4()),
@@ -101,8 +101,8 @@ class Builder:
                 kernel=BootFile.of(machine.kernel),
                 initrd=BootFile.of(machine.initrd),
                 cmdline=machine.cmdline,
-                memory=[MEMORY_NAME],
-                disk=Disk(DISK_NAME, "raw", sizes.disk_mib << 20),
+                memory=[memory_layer],
+                disk=Disk([disk_layer], sizes.disk_mib << 20),
                 context=CONTEXT,
             )
             manifest.save(staged)
@@ -111,7 +111,7 @@ class Builder:
             shutil.rmtree(staged, ignore_errors=True)
             raise
 
-    async def _boot_and_capture(self, machine: Machine, disk: Path, staged: Path) -> None:
+    async def _boot_and_capture(self, machine: Machine, disk: Path, staged: Path, layer: str) -> None:
         # A tag of its own: a daemon that serves this home must not take our slot for a leftover.
         slots = SlotPool(
             uplink=Uplink(UplinkKind.NONE), size=0, tag=f"{self._home.tag[:4]}{secrets.token_hex(2)}", limit=1
@@ -122,32 +122,29 @@ class Builder:
             try:
                 self._progress(f"first boot ({self._vmm.kind})")
                 began = time.monotonic()
-                blank = staged / "blank"
-                with blank.open("wb") as file:
-                    file.truncate(machine.memory_mib << 20)
-                vm = await self._boot(machine, blank, disk, slot)
+                vm = await self._boot(machine, disk, slot)
                 try:
                     await self._wait_for_agent(vm, slot)
                     self._progress(f"the agent answers after {time.monotonic() - began:.1f} s")
                     await self._warm_up(slot)
                     await asyncio.sleep(SETTLE_SECONDS)  # nothing tells when a guest has settled
                     self._progress("snapshot")
-                    stats = await capture_template(vm, staged, parent_image=None)
-                    self._progress(f"memory image of {stats.stored_pages * 4096 >> 20} MiB")
+                    state, memory = staged / STATE_NAME, staged / layer
+                    stats = await capture(vm, state=state, layer=memory, parent=None)
+                    await sync_capture(state, memory)
+                    self._progress(f"memory of {stats.stored_pages * 4096 >> 20} MiB")
                 finally:
                     await vm.kill()
-                blank.unlink()
             finally:
                 await slots.release(slot)
         finally:
             await slots.close()
 
-    async def _boot(self, machine: Machine, blank: Path, disk: Path, slot: Slot) -> Vm:
+    async def _boot(self, machine: Machine, disk: Path, slot: Slot) -> Vm:
         tap = slot.tap_fd()
         try:
             return await self._vmm.boot(
                 machine,
-                memory_image=blank,
                 disk=VmDisk(disk, "raw"),
                 nic=Nic(tap, GUEST_MAC),
                 run_dir=self._home.run / f"build-{secrets.token_hex(6)}",

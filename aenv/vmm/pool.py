@@ -19,10 +19,13 @@ log = logging.getLogger(__name__)
 QUIET = 0.1
 # A steady stream of takes does not put a refill off for longer than this.
 PATIENCE = 1.0
+# Seconds that a take counts as demand: as many items are kept ready as were taken in that time, within limits.
+DEMAND = 30.0
 
 
 class WarmPool(Generic[K, T]):
-    """Up to `size` items for each of the `hot` keys used last. Items are made one at a time, in the background.
+    """Items for each of the `hot` keys used last: `size` of them, or as many as were taken of late, up to `limit`. They
+    are made one at a time, in the background, and those that are no longer in demand are discarded.
 
     `make` must clean up after itself when it fails or is cancelled. `broken` says that a waiting item is of no use any
     more; it is given to `discard` and not handed out. Used from one event loop only.
@@ -34,6 +37,7 @@ class WarmPool(Generic[K, T]):
         discard: Callable[[T], Awaitable[None]],
         *,
         size: int,
+        limit: int,
         hot: int,
         broken: Callable[[T], bool],
         quiet: float = QUIET,
@@ -42,11 +46,14 @@ class WarmPool(Generic[K, T]):
         self._make = make
         self._discard = discard
         self._size = size
+        self._limit = max(size, limit)
         self._hot = hot
         self._broken = broken
         self._quiet = quiet
         self._patience = patience
         self._ready: OrderedDict[K, deque[T]] = OrderedDict()  # most recently used key last
+        self._takes: dict[K, deque[float]] = {}  # when items of a key were taken, newest last
+        self._shrink: asyncio.TimerHandle | None = None
         self._failed: set[K] = set()  # not tried again before their next use
         self._making: K | None = None
         self._claim: asyncio.Future[T] | None = None  # who gets the item that is being made
@@ -79,6 +86,7 @@ class WarmPool(Generic[K, T]):
         if self._closed:
             raise ConflictError("the pool is closed")
         self._use(key)
+        self._note_take(key)
         try:
             items = self._ready.get(key)
             while items:
@@ -105,6 +113,7 @@ class WarmPool(Generic[K, T]):
 
     async def cool(self, key: K) -> None:
         """Forget `key` and discard its items; waits for that."""
+        self._takes.pop(key, None)
         for item in self._ready.pop(key, ()):
             self._drop(item)
         if self._discards:
@@ -117,6 +126,9 @@ class WarmPool(Generic[K, T]):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+        if self._shrink is not None:
+            self._shrink.cancel()
+            self._shrink = None
         if self._refill is not None:
             self._refill.cancel()
             await asyncio.wait({self._refill})
@@ -134,9 +146,36 @@ class WarmPool(Generic[K, T]):
         self._ready.setdefault(key, deque())
         self._ready.move_to_end(key)
         while len(self._ready) > self._hot:
-            _, items = self._ready.popitem(last=False)
+            forgotten, items = self._ready.popitem(last=False)
+            self._takes.pop(forgotten, None)
             for item in items:
                 self._drop(item)
+
+    def _note_take(self, key: K) -> None:
+        if key in self._ready:
+            takes = self._takes.setdefault(key, deque(maxlen=self._limit))
+            takes.append(asyncio.get_running_loop().time())
+
+    def _wanted(self, key: K) -> int:
+        """How many items should wait for a key."""
+        takes = self._takes.get(key, deque())
+        since = asyncio.get_running_loop().time() - DEMAND
+        while takes and takes[0] <= since:
+            takes.popleft()
+        return max(self._size, len(takes))
+
+    def _shrink_later(self) -> None:
+        """Look again when the oldest take no longer counts, as long as there is more than `size` for any key."""
+        oldest = [takes[0] for key, takes in self._takes.items() if takes and len(self._ready[key]) > self._size]
+        if self._shrink is None and oldest and not self._closed:
+            self._shrink = asyncio.get_running_loop().call_at(min(oldest) + DEMAND, self._shrink_now)
+
+    def _shrink_now(self) -> None:
+        self._shrink = None
+        for key, items in self._ready.items():
+            while len(items) > self._wanted(key):
+                self._drop(items.popleft())
+        self._shrink_later()
 
     async def _join_refill(self) -> T:
         claim: asyncio.Future[T] = asyncio.get_running_loop().create_future()
@@ -168,7 +207,7 @@ class WarmPool(Generic[K, T]):
             for item in [i for i in items if self._broken(i)]:
                 items.remove(item)
                 self._drop(item)
-            if key not in self._failed and len(items) < self._size:
+            if key not in self._failed and len(items) < self._wanted(key):
                 return key
         return None
 
@@ -209,6 +248,7 @@ class WarmPool(Generic[K, T]):
                 claim.set_result(item)
             elif key in self._ready and not self._closed:
                 self._ready[key].append(item)
+                self._shrink_later()
             else:
                 self._drop(item)
         finally:

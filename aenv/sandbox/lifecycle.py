@@ -1,0 +1,537 @@
+"""The operations that change what a sandbox is: create, pause, resume, end.
+
+An operation takes the sandbox's lock, moves its record by compare-and-set, works, and moves it again. It runs in a task
+of its own, so a caller that hangs up does not stop it halfway. Callers that come meanwhile wait for the lock and then
+see what became of the sandbox.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import shutil
+from collections.abc import Coroutine
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Any, TypeVar
+
+from aenv.agent.client import identity
+from aenv.config import Config
+from aenv.errors import (
+    AenvError,
+    ConflictError,
+    GuestError,
+    LimitError,
+    NotFoundError,
+    UnavailableError,
+)
+from aenv.network.base import Policy
+from aenv.observe.events import Event
+from aenv.sandbox.live import Sandbox
+from aenv.sandbox.machines import Machines, Running
+from aenv.sandbox.policy import egress_policy
+from aenv.sandbox.service import (
+    CreateOptions,
+    NetworkOptions,
+    OnTimeout,
+    SandboxInfo,
+    SandboxState,
+)
+from aenv.sandbox.store import Machine, Record, Store, now
+from aenv.sandbox.telemetry import Telemetry
+from aenv.sandbox.tokens import Tokens
+from aenv.snapshot.manifest import MANIFEST_NAME
+from aenv.storage.repository import Repository, Template
+
+log = logging.getLogger("aenv.sandbox")
+T = TypeVar("T")
+
+HEALTH_TIMEOUT = 5.0  # seconds
+SYNC_TIMEOUT = 30.0  # seconds in which a guest has to write its dirty pages to its disk
+PAUSE_RETRY = 30.0  # seconds until an automatic pause that failed is tried again
+LINEAGE = 64  # ancestors that a record remembers
+ALIVE = (
+    SandboxState.RUNNING,
+    SandboxState.SNAPSHOTTING,
+    SandboxState.FORKING,
+    SandboxState.PAUSING,
+    SandboxState.PAUSED,
+    SandboxState.RESUMING,
+)
+
+
+class Lifecycle:
+    """All sandboxes of this node and what can be done to one. `own` runs an operation, `settle` waits for all."""
+
+    def __init__(
+        self,
+        config: Config,
+        machines: Machines,
+        repository: Repository,
+        store: Store,
+        tokens: Tokens,
+        *,
+        domain: str | None = None,
+    ) -> None:
+        self.config = config
+        self.machines = machines
+        self.repository = repository
+        self.store = store
+        self.sandboxes: dict[str, Sandbox] = {}
+        self.closing = False
+        self.telemetry = Telemetry(self.envd_token)
+        self._tokens = tokens
+        self._domain = domain
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    # Operations: each holds the lock and moves the record
+
+    def add(
+        self, template: Template, options: CreateOptions, lineage: list[str], sandbox_id: str | None = None
+    ) -> Sandbox:
+        """A new sandbox on record. Its template is checked; nothing of it runs yet."""
+        moment = now()
+        record = Record(
+            id=sandbox_id or self.machines.reserve(template),
+            template_id=template.id,
+            options=options,
+            started_at=moment,
+            end_at=moment + options.timeout,
+            lineage=lineage[:LINEAGE],
+        )
+        self.store.insert(record)
+        sandbox = self.sandboxes[record.id] = Sandbox(record, template)
+        return sandbox
+
+    async def create(self, sandbox: Sandbox, making: Coroutine[Any, Any, Running], origin: str) -> SandboxInfo:
+        """Bring up a new sandbox with the machine that `making` gives. It is forgotten when that fails."""
+        async with sandbox.lock:
+            try:
+                running = await making
+                await self._bring_up(sandbox, running, (SandboxState.STARTING,), sandbox.record.options.timeout)
+            except BaseException as error:
+                await self.forget(sandbox)
+                if not isinstance(error, AenvError):
+                    log.exception("create of sandbox %s failed", sandbox.id)
+                raise
+            self.event(sandbox, Event.CREATED, f"from {origin}")
+            return self.info(sandbox)
+
+    async def pause(self, sandbox: Sandbox, *, memory: bool, reason: str, require_healthy: bool = False) -> None:
+        async with sandbox.lock:
+            if sandbox.state is SandboxState.PAUSED:
+                raise ConflictError(f"sandbox {sandbox.id} is already paused")
+            running = self.machine_of(sandbox)
+            if require_healthy or not memory:
+                await self.ask_agent(sandbox, running, sync=not memory)
+            record = sandbox.record
+            self.store.transition(record, (SandboxState.RUNNING,), SandboxState.PAUSING)
+            self.stop_timer(sandbox)
+            running.close()
+            before = (record.disk, record.memory, record.upper)
+            try:
+                if memory:
+                    captured = await self.machines.capture(running, restack=False)
+                    await self.machines.settle(running.disk.folder, captured, ())
+                    record.memory, record.state_file = [*record.memory, captured.memory], captured.state
+                    stats = captured.stats
+                    detail = f"{reason}; {stats.stored_pages} pages in {stats.total_s * 1000:.0f} ms"
+                else:
+                    await running.vm.pause()
+                    record.memory, record.state_file = [], None
+                    detail = f"{reason}; disk only"
+                record.disk, record.upper = [*record.disk, running.disk.upper], None
+                record.machine = None
+                # On record for good before the answer: the only other copy of the memory is about to go.
+                self.store.transition(record, (SandboxState.PAUSING,), SandboxState.PAUSED, durable=True)
+            except BaseException as error:
+                record.disk, record.memory, record.upper = before
+                record.state_file = None
+                await self._unpause(sandbox, running)
+                if not isinstance(error, AenvError):
+                    log.exception("pause of sandbox %s failed", sandbox.id)
+                raise
+            self.event(sandbox, Event.PAUSED, detail)
+            # The capture is whole: the process can go after the answer. Whoever resumes waits for it.
+            self.retire(sandbox, running)
+            await self.machines.expect(sandbox.template.machine)
+
+    def retire(self, sandbox: Sandbox, running: Running) -> None:
+        """End a machine that is no longer on record in the background; the next resume waits for that."""
+        sandbox.running = None
+        sandbox.former = running
+        sandbox.ending = self.own(self._end_former(sandbox))
+
+    async def _unpause(self, sandbox: Sandbox, running: Running) -> None:
+        """A pause failed: the guest goes on, with fresh connections, unless its machine is dead."""
+        if sandbox.doomed:
+            return
+        try:
+            await running.vm.resume()
+        except Exception as error:
+            await self.lose(sandbox, f"pause failed and the machine did not go on: {error}")
+            return
+        revived = running.revived()
+        sandbox.running = revived
+        sandbox.record.machine = machine_record(revived)
+        self.store.transition(sandbox.record, (SandboxState.PAUSING,), SandboxState.RUNNING)
+        self.watch(sandbox, revived)
+        self.tidy(sandbox)
+        self.set_end(sandbox, max(sandbox.record.end_at, now() + PAUSE_RETRY))
+
+    async def resume(
+        self, sandbox: Sandbox, timeout: int, *, memory: bool, on_timeout: OnTimeout | None = None, boot: bool = True
+    ) -> bool:
+        """True when it was paused and runs now, False when it ran already. Without `boot` only with its memory."""
+        async with sandbox.lock:
+            if sandbox.is_up and not sandbox.doomed:
+                return False
+            if self.closing:
+                raise UnavailableError("the daemon is stopping")
+            if sandbox.doomed:
+                raise NotFoundError(f"sandbox {sandbox.id} does not exist")
+            if sandbox.state is SandboxState.PAUSED:
+                if not boot and sandbox.record.state_file is None:
+                    raise ConflictError(f"sandbox {sandbox.id} has no memory to resume from")
+                self.check_room()
+            await self.resume_locked(sandbox, timeout, memory=memory, on_timeout=on_timeout)
+            return True
+
+    async def resume_locked(
+        self, sandbox: Sandbox, timeout: int, *, memory: bool = True, on_timeout: OnTimeout | None = None
+    ) -> None:
+        """PAUSED → RUNNING; back to PAUSED with nothing lost when it fails. The caller holds the lock."""
+        record = sandbox.record
+        self.store.transition(record, (SandboxState.PAUSED,), SandboxState.RESUMING)
+        began = asyncio.get_running_loop().time()
+        kept = record.memory, record.state_file
+        try:
+            if sandbox.ending is not None:
+                await asyncio.wait([sandbox.ending])
+                sandbox.ending = None
+            if sandbox.former is not None:  # the first attempt failed
+                await self.machines.end(sandbox.former)
+                sandbox.former = None
+            checkpoint = sandbox.checkpoint(self.machines.directory(sandbox.id))
+            policy = egress_policy(record.options.network)
+            if memory and checkpoint.state is not None:
+                self.machines.require(sandbox.template)
+                running = await self.machines.restore(checkpoint, policy)
+            else:
+                sandbox.template.manifest.require_boot_files()
+                running = await self.machines.boot(checkpoint, policy)
+            if on_timeout is not None:
+                record.options = replace(record.options, on_timeout=on_timeout)
+            await self._bring_up(sandbox, running, (SandboxState.RESUMING,), timeout)
+        except BaseException as error:
+            if not sandbox.doomed and sandbox.state is SandboxState.RESUMING:
+                # What the guest has written meanwhile went to a layer of its own, which is gone with its machine.
+                record.memory, record.state_file = kept
+                record.machine = None
+                self.store.transition(record, (SandboxState.RESUMING,), SandboxState.PAUSED)
+            if not isinstance(error, AenvError):
+                log.exception("resume of sandbox %s failed", sandbox.id)
+            raise
+        self.tidy(sandbox)
+        took = (asyncio.get_running_loop().time() - began) * 1000
+        self.event(sandbox, Event.RESUMED, f"in {took:.0f} ms")
+
+    async def _bring_up(
+        self, sandbox: Sandbox, running: Running, sources: tuple[SandboxState, ...], timeout: int
+    ) -> None:
+        """Let the vCPUs run, initialise the agent and move the record to RUNNING. Ends the machine when that fails.
+
+        The machine is on record before its first instruction, so that a daemon that is killed here finds it again.
+        """
+        sandbox.running = running
+        record = sandbox.record
+        try:
+            if sandbox.doomed:  # killed before there was a machine to close
+                running.close()
+            record.disk, record.memory = list(running.disk.layers), list(running.memory_layers)
+            record.machine, record.upper = machine_record(running), running.disk.upper
+            self.store.save(record)
+            await running.vm.resume()
+            await self.initialise(sandbox, running)
+            record.end_at = now() + timeout
+            state, record.state_file = record.state_file, None
+            try:
+                self.store.transition(record, sources, SandboxState.RUNNING)
+            except BaseException:
+                record.state_file = state
+                raise
+        except BaseException:
+            sandbox.running = None
+            if await self.end_machine(sandbox, running):
+                await self.machines.drop_upper(running)
+            record.upper = None
+            raise
+        self.watch(sandbox, running)
+        self.set_end(sandbox, record.end_at)
+
+    async def initialise(self, sandbox: Sandbox, running: Running) -> None:
+        """POST /init until the agent has answered: a restored one does so at once, a booting one in some seconds."""
+        manifest, options = sandbox.template.manifest, sandbox.record.options
+        agent = running.agent(None)
+        limit = self.config["agent.timeout"]
+        deadline = asyncio.get_running_loop().time() + limit
+        body = identity(
+            sandbox.id,
+            sandbox.template.id,
+            token=self.envd_token(sandbox),
+            env={**manifest.context.env, **options.env},
+            user=manifest.context.user,
+            workdir=manifest.context.workdir or "",
+            incarnation=running.incarnation,
+            machine_id=sandbox.record.machine_id or secrets.token_hex(16),
+        )
+        sandbox.record.machine_id = body.machine_id
+        last = "no answer"
+        while True:
+            if running.closed.done():
+                raise NotFoundError(f"sandbox {sandbox.id} was killed while it started")
+            body.timestamp = datetime.now(UTC).isoformat()
+            try:
+                await self._first(agent.init(body), running, deadline)
+                return
+            except (GuestError, TimeoutError) as error:
+                last = str(error) or last
+            if running.vm.exited.done():
+                outcome = running.vm.exited.result()
+                raise GuestError(f"the machine ended while it started: {outcome.reason}\n{outcome.serial_tail}".strip())
+            if asyncio.get_running_loop().time() >= deadline:
+                tail = await running.vm.serial_tail()
+                raise GuestError(
+                    f"the guest agent did not answer within {limit} s ({last}); end of the serial console:\n{tail}"
+                )
+            await asyncio.wait([running.vm.exited], timeout=0.05)  # it boots: nothing tells when its agent listens
+
+    async def _first(self, work: Coroutine[Any, Any, None], running: Running, deadline: float) -> None:
+        """Wait for `work`, but not longer than its machine lives. Raises TimeoutError when it did not finish."""
+        attempt = asyncio.ensure_future(work)
+        left = max(0.0, deadline - asyncio.get_running_loop().time())
+        try:
+            events: list[asyncio.Future[Any]] = [attempt, running.closed, running.vm.exited]
+            await asyncio.wait(events, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            if not attempt.done():
+                raise TimeoutError
+            attempt.result()
+        finally:
+            attempt.cancel()
+
+    async def apply_network(self, sandbox: Sandbox, network: NetworkOptions, policy: Policy) -> None:
+        async with sandbox.lock:
+            running = self.machine_of(sandbox)
+            await running.slot.apply(policy)
+            sandbox.record.options = _with_network(sandbox.record.options, network)
+            self.store.save(sandbox.record)
+            self.event(sandbox, Event.UPDATED, "network")
+
+    async def end(self, sandbox: Sandbox, event: Event, reason: str) -> None:
+        """Kill in any state. A start or resume under way fails at once because its machine dies."""
+        if sandbox.doomed:
+            async with sandbox.lock:  # another caller ends it: join
+                return
+        sandbox.doomed = True
+        if sandbox.running is not None:
+            sandbox.running.close()
+        async with sandbox.lock:
+            if self.sandboxes.get(sandbox.id) is not sandbox:
+                return
+            self.event(sandbox, event, reason)
+            if sandbox.state is not SandboxState.KILLING:
+                self.store.transition(sandbox.record, list(SandboxState), SandboxState.KILLING)
+            await self.forget(sandbox)
+
+    async def lose(self, sandbox: Sandbox, reason: str) -> None:
+        """The machine is dead: the sandbox is gone, with the reason in its log. The caller holds the lock."""
+        self.event(sandbox, Event.FAILED, reason)
+        log.error("sandbox %s lost: %s", sandbox.id, reason)
+        sandbox.doomed = True
+        self.store.transition(sandbox.record, list(SandboxState), SandboxState.KILLING)
+        await self.forget(sandbox)
+
+    async def forget(self, sandbox: Sandbox) -> None:
+        """Remove all that there is of a sandbox. The record goes last: a daemon killed here finds it and goes on."""
+        self.stop_timer(sandbox)
+        sandbox.doomed = True
+        running, sandbox.running = sandbox.running, None
+        if running is not None:
+            await self.end_machine(sandbox, running)
+        if sandbox.ending is not None:
+            await asyncio.wait([sandbox.ending])
+        if sandbox.former is not None:  # the first attempt failed
+            await self._end_former(sandbox)
+        await asyncio.to_thread(shutil.rmtree, self.machines.directory(sandbox.id), ignore_errors=True)
+        self.store.delete(sandbox.id)
+        self.sandboxes.pop(sandbox.id, None)
+        self.telemetry.forget(sandbox)
+
+    async def _end_former(self, sandbox: Sandbox) -> None:
+        """End the machine of the last pause, then seal what it wrote."""
+        if sandbox.former is None or not await self.end_machine(sandbox, sandbox.former):
+            return
+        folder, sandbox.former = sandbox.former.disk.folder, None
+        if sandbox.doomed:
+            return
+        try:
+            await self.machines.settle(folder, None, tuple(sandbox.record.disk))
+        except AenvError as error:  # it is durable already, and sealed at the latest when it is opened
+            log.warning("the disk of sandbox %s could not be sealed yet: %s", sandbox.id, error)
+        self.tidy(sandbox)
+
+    async def end_machine(self, sandbox: Sandbox, running: Running) -> bool:
+        """End a machine. What cannot be ended now holds up nobody: the next start of the daemon sweeps it."""
+        try:
+            await self.machines.end(running)
+        except Exception:
+            log.exception("the machine of sandbox %s could not be ended", sandbox.id)
+            return False
+        return True
+
+    def tidy(self, sandbox: Sandbox) -> None:
+        """Remove the files in a sandbox's directory that neither its record nor its open disk needs."""
+        record = sandbox.record
+        needed = {MANIFEST_NAME, *record.disk, *record.memory, record.upper, record.state_file}
+        for running in (sandbox.running, sandbox.former):
+            if running is not None:
+                needed |= {*running.disk.layers, running.disk.upper}
+        folder = self.machines.directory(sandbox.id)
+        for path in folder.iterdir():
+            layer = path.with_suffix(".lsmt").name if path.suffix == ".index" else path.name
+            if layer not in needed:
+                path.unlink(missing_ok=True)
+
+    # Timers and watching
+
+    def set_end(self, sandbox: Sandbox, end_at: float) -> None:
+        self.stop_timer(sandbox)
+        sandbox.record.end_at = end_at
+        self.store.save(sandbox.record)
+        delay = max(0.0, end_at - now())
+        sandbox.timer = asyncio.get_running_loop().call_later(delay, self._expire, sandbox)
+
+    def extend(self, sandbox: Sandbox, timeout: int) -> None:
+        if sandbox.is_up and now() + timeout > sandbox.record.end_at:
+            self.set_end(sandbox, now() + timeout)
+
+    def stop_timer(self, sandbox: Sandbox) -> None:
+        if sandbox.timer is not None:
+            sandbox.timer.cancel()
+            sandbox.timer = None
+
+    def _expire(self, sandbox: Sandbox) -> None:
+        self.own(self._expired(sandbox))
+
+    async def _expired(self, sandbox: Sandbox) -> None:
+        options = sandbox.record.options
+        try:
+            if options.on_timeout is OnTimeout.PAUSE:
+                await self.pause(sandbox, memory=options.pause_memory, reason="time-out reached")
+            else:
+                await self.end(sandbox, Event.EXPIRED, "killed")
+        except ConflictError:
+            pass  # somebody was faster: it is paused or gone, which is what the timer wanted
+        except AenvError as error:
+            log.error("sandbox %s could not be paused at its time-out: %s", sandbox.id, error)
+            if sandbox.state is SandboxState.RUNNING and not sandbox.doomed:
+                self.event(sandbox, Event.FAILED, f"pause at time-out failed: {error.message}")
+                self.set_end(sandbox, max(sandbox.record.end_at, now() + PAUSE_RETRY))
+
+    def watch(self, sandbox: Sandbox, running: Running) -> None:
+        """Notice the end of a machine."""
+        running.vm.exited.add_done_callback(lambda _: self._machine_ended(sandbox, running))
+
+    def _machine_ended(self, sandbox: Sandbox, running: Running) -> None:
+        if sandbox.running is running and not sandbox.doomed:
+            running.close()
+            self.own(self._lost(sandbox, running))
+
+    async def _lost(self, sandbox: Sandbox, running: Running) -> None:
+        async with sandbox.lock:
+            if sandbox.running is running and not sandbox.doomed:
+                outcome = running.vm.exited.result()
+                await self.lose(sandbox, f"{outcome.reason}\n{outcome.serial_tail}".strip())
+
+    # Small things
+
+    async def do(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run an operation in a task of its own; a cancelled caller leaves it running."""
+        return await asyncio.shield(self.own(work))
+
+    def own(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+        return task
+
+    def _done(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None and not isinstance(error, AenvError):
+            log.error("an operation failed: %r", error)
+
+    async def idle(self) -> None:
+        """Wait until no operation is under way."""
+        while self._tasks:
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def ask_agent(self, sandbox: Sandbox, running: Running, *, sync: bool) -> None:
+        """Have the guest write its dirty pages to its disk, or just answer. Raises UnavailableError."""
+        agent = running.agent(self.envd_token(sandbox))
+        try:
+            async with asyncio.timeout(SYNC_TIMEOUT if sync else HEALTH_TIMEOUT):
+                await (agent.sync() if sync else agent.health())
+        except (GuestError, TimeoutError) as error:
+            raise UnavailableError(f"the guest agent does not answer: {error}") from error
+
+    def machine_of(self, sandbox: Sandbox) -> Running:
+        """Of a running sandbox. Raises NotFoundError, ConflictError."""
+        if sandbox.doomed:
+            raise NotFoundError(f"sandbox {sandbox.id} does not exist")
+        if sandbox.state is not SandboxState.RUNNING or sandbox.running is None:
+            raise ConflictError(f"sandbox {sandbox.id} is {sandbox.state.value}")
+        return sandbox.running
+
+    def envd_token(self, sandbox: Sandbox) -> str | None:
+        return self._tokens.envd(sandbox.id) if sandbox.record.options.secure else None
+
+    def traffic_token(self, sandbox: Sandbox) -> str | None:
+        return None if sandbox.record.options.network.allow_public_traffic else self._tokens.traffic(sandbox.id)
+
+    def info(self, sandbox: Sandbox) -> SandboxInfo:
+        return sandbox.info(
+            envd_token=self.envd_token(sandbox), traffic_token=self.traffic_token(sandbox), domain=self._domain
+        )
+
+    def event(self, sandbox: Sandbox, event: Event, detail: str) -> None:
+        self.telemetry.event(sandbox, event, detail)
+
+    def check_room(self, count: int = 1) -> None:
+        """Raise LimitError when `count` more running sandboxes would be too many."""
+        running = sum(s.state not in (SandboxState.PAUSED, SandboxState.KILLING) for s in self.sandboxes.values())
+        if running + count > self.config["sandbox.max"]:
+            raise LimitError(f"{running} sandboxes run already", hint="raise sandbox.max, or end some")
+
+
+def machine_record(running: Running) -> Machine:
+    return Machine(
+        pid=running.vm.pid,
+        start_time=running.vm.start_time,
+        run_dir=str(running.vm.run_dir),
+        slot=running.slot.index,
+        disk=running.disk.image,
+        incarnation=running.incarnation,
+    )
+
+
+def _with_network(options: CreateOptions, network: NetworkOptions) -> CreateOptions:
+    """Egress rules are replaced as a whole; what concerns inbound traffic stays."""
+    old = options.network
+    merged = replace(
+        network,
+        allow_public_traffic=old.allow_public_traffic,
+        mask_request_host=old.mask_request_host,
+        https_ports=old.https_ports,
+    )
+    return replace(options, network=merged)

@@ -1,0 +1,290 @@
+"""Snapshots of sandboxes: capture one, fork it, take it back, and keep chains of layers short.
+
+A capture stops a guest for an instant: device state, changed memory and a new writable disk layer. What was captured is
+on record before the guest's RAM is mapped to it: whoever is killed in between has a chain of layers that is true.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import shutil
+import time
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+
+from aenv.errors import AenvError, ConflictError, NotFoundError, UnavailableError, VmmError
+from aenv.network.base import Policy
+from aenv.observe.events import Event
+from aenv.sandbox.lifecycle import LINEAGE, Lifecycle
+from aenv.sandbox.live import Sandbox
+from aenv.sandbox.machines import Captured, Running, new_sandbox_id
+from aenv.sandbox.policy import egress_policy
+from aenv.sandbox.service import ForkFailure, SandboxInfo, SandboxState
+from aenv.sandbox.store import now
+from aenv.snapshot.checkpoint import Checkpoint
+from aenv.snapshot.manifest import MANIFEST_NAME, Disk, Manifest, SnapshotKind
+from aenv.storage.repository import Template, new_template_id
+from aenv.vmm.base import MemoryMap
+
+log = logging.getLogger("aenv.sandbox")
+
+STARTS_AT_ONCE = 32  # children of one fork that are brought up at a time
+
+
+class Snapshots:
+    """Operations on the sandboxes of a `Lifecycle`; `staging` is for what is not committed yet."""
+
+    def __init__(self, lifecycle: Lifecycle, staging: Path) -> None:
+        self._life = lifecycle
+        self._machines = lifecycle.machines
+        self._store = lifecycle.store
+        self._staging = staging
+
+    # Snapshot
+
+    async def snapshot(self, sandbox: Sandbox, *, name: str | None, memory: bool) -> Template:
+        """Commit the state of a running or paused sandbox to the repository."""
+        if name is not None:
+            self._life.repository.check_snapshot_name(name)
+        async with sandbox.lock:
+            async with self._staged(sandbox, SandboxState.SNAPSHOTTING, memory=memory) as checkpoint:
+                manifest = self._manifest(sandbox, checkpoint)
+                template = await asyncio.to_thread(self._commit, checkpoint.directory, manifest, name)
+            sandbox.record.lineage = [template.id, *sandbox.record.lineage][:LINEAGE]
+            self._store.save(sandbox.record)
+            self._life.event(sandbox, Event.CHECKPOINTED, f"snapshot {template.title}")
+            await self._machines.expect(template.machine)
+            return template
+
+    def _commit(self, staged: Path, manifest: Manifest, name: str | None) -> Template:
+        (staged / MANIFEST_NAME).unlink()  # a link to the template's
+        manifest.save(staged)
+        return self._life.repository.commit(staged, [] if name is None else [name])
+
+    def _manifest(self, sandbox: Sandbox, checkpoint: Checkpoint) -> Manifest:
+        return msgspec.structs.replace(
+            sandbox.template.manifest,
+            id=new_template_id(),
+            build_id=str(uuid.uuid4()),
+            kind=SnapshotKind.SNAPSHOT,
+            created=time.time(),
+            memory=list(checkpoint.memory),
+            disk=Disk(list(checkpoint.disk), checkpoint.disk_size),
+            state=checkpoint.state,
+            parent=self._parent(sandbox),
+            sandbox=sandbox.id,
+        )
+
+    def _parent(self, sandbox: Sandbox) -> str:
+        """The nearest ancestor that is a template or a snapshot; one that was deleted if there is no other."""
+        stored = {template.id for template in self._life.repository.templates()}
+        lineage = sandbox.record.lineage
+        return next((identity for identity in lineage if identity in stored), sandbox.template.id)
+
+    @asynccontextmanager
+    async def _staged(
+        self, sandbox: Sandbox, state: SandboxState, *, memory: bool = True, durable: bool = True
+    ) -> AsyncIterator[Checkpoint]:
+        """A checkpoint of the sandbox in a scratch directory, which goes away afterwards unless it was moved.
+
+        The guest runs on before this yields; `durable` waits until all of it is on the disk.
+        """
+        staged = self._staging / f"{state.value}-{secrets.token_hex(6)}"
+        staged.mkdir(mode=0o711)
+        try:
+            folder = self._machines.directory(sandbox.id)
+            if sandbox.state is SandboxState.PAUSED:
+                if sandbox.ending is not None:
+                    await asyncio.wait([sandbox.ending])
+                checkpoint = sandbox.checkpoint(folder)
+                if not memory:
+                    checkpoint = replace(checkpoint, memory=(), state=None)
+                staged_checkpoint = self._link(checkpoint, staged)
+                if durable:
+                    await self._machines.settle(folder, None, checkpoint.disk)
+            else:
+                checkpoint, captured = await self._capture(sandbox, state, memory=memory)
+                staged_checkpoint = self._link(checkpoint, staged)
+                if durable:
+                    await self._machines.settle(folder, captured, checkpoint.disk)
+                if captured is not None:
+                    (folder / captured.state).unlink()  # of use only with the memory as it was
+            yield staged_checkpoint
+        finally:
+            if staged.exists():
+                await asyncio.to_thread(shutil.rmtree, staged, ignore_errors=True)
+
+    @staticmethod
+    def _link(checkpoint: Checkpoint, staged: Path) -> Checkpoint:
+        (staged / MANIFEST_NAME).hardlink_to(checkpoint.directory / MANIFEST_NAME)
+        return checkpoint.link_into(staged)
+
+    async def _capture(
+        self, sandbox: Sandbox, state: SandboxState, *, memory: bool
+    ) -> tuple[Checkpoint, Captured | None]:
+        """Capture a running sandbox, which runs on. The files are in its directory."""
+        life, record = self._life, sandbox.record
+        running = life.machine_of(sandbox)
+        if not memory:
+            await life.ask_agent(sandbox, running, sync=True)
+        self._store.transition(record, (SandboxState.RUNNING,), state)
+        captured = None
+        try:
+            if memory:
+                captured = await self._machines.capture(running, restack=True)
+            else:
+                await self._machines.restack(running)
+        except BaseException as error:
+            await self._go_on(sandbox, running, state, str(error))
+            if not isinstance(error, AenvError):
+                log.exception("capture of sandbox %s failed", sandbox.id)
+            raise
+        self.note_restack(sandbox, running)
+        if captured is not None:
+            record.memory = [*record.memory, captured.memory]
+        self._store.save(record)
+        problem = ""
+        try:
+            if captured is not None:
+                await self._machines.rehome(running, captured)
+        except VmmError as error:
+            problem = str(error)
+        await self._go_on(sandbox, running, state, problem, whole=not problem)
+        if captured is not None:
+            await self._machines.remember(running, sandbox.template.machine, record.memory)
+        checkpoint = Checkpoint(
+            running.disk.folder,
+            sandbox.template.machine,
+            tuple(record.disk),
+            sandbox.template.disk_size,
+            () if captured is None else tuple(record.memory),
+            None if captured is None else captured.state,
+        )
+        return checkpoint, captured
+
+    async def _go_on(
+        self, sandbox: Sandbox, running: Running, state: SandboxState, problem: str, *, whole: bool = True
+    ) -> None:
+        """Let the guest run again after a capture, well or ill. A machine that cannot is the end of its sandbox."""
+        life = self._life
+        if sandbox.doomed:
+            raise NotFoundError(f"sandbox {sandbox.id} was killed")
+        try:
+            if not whole:
+                raise VmmError(problem)
+            await running.vm.resume()
+        except Exception as error:
+            reason = f"the machine did not go on after a capture: {error}"
+            await life.lose(sandbox, reason)
+            raise VmmError(reason) from error
+        self.note_restack(sandbox, running)
+        self._store.transition(sandbox.record, (state,), SandboxState.RUNNING)
+
+    @staticmethod
+    def note_restack(sandbox: Sandbox, running: Running) -> None:
+        """Bring the record up to date with a disk that got a new writable layer."""
+        record = sandbox.record
+        if record.upper is not None and record.upper != running.disk.upper:
+            record.disk = [*record.disk, record.upper]
+            record.upper = running.disk.upper
+
+    # Fork
+
+    async def fork(self, sandbox: Sandbox, count: int, timeout: int) -> Sequence[SandboxInfo | ForkFailure]:
+        """Capture once, start `count` children. The source is free as soon as the capture is done."""
+        life = self._life
+        life.check_room(count)
+        async with AsyncExitStack() as stack:
+            async with sandbox.lock:
+                life.machine_of(sandbox)
+                checkpoint = await stack.enter_async_context(
+                    self._staged(sandbox, SandboxState.FORKING, durable=False)
+                )
+            memory = await self._machines.map_memory(checkpoint)
+            turn = asyncio.Semaphore(STARTS_AT_ONCE)
+            children = await asyncio.gather(
+                *(self._child(sandbox, checkpoint, memory, timeout, turn) for _ in range(count))
+            )
+        started = sum(isinstance(child, SandboxInfo) for child in children)
+        life.event(sandbox, Event.CHECKPOINTED, f"fork: {started} of {count} children started")
+        life.own(self._seal(sandbox))
+        return children
+
+    async def _seal(self, sandbox: Sandbox) -> None:
+        """What a fork has frozen of the disk becomes an ordinary layer, in the background."""
+        async with sandbox.lock:
+            if not sandbox.doomed:
+                await self._machines.settle(self._machines.directory(sandbox.id), None, tuple(sandbox.record.disk))
+
+    async def _child(
+        self, source: Sandbox, checkpoint: Checkpoint, memory: MemoryMap, timeout: int, turn: asyncio.Semaphore
+    ) -> SandboxInfo | ForkFailure:
+        life = self._life
+        async with turn:
+            try:
+                if life.closing:
+                    raise UnavailableError("the daemon is stopping")
+                options = replace(source.record.options, timeout=timeout)
+                lineage = [source.id, *source.record.lineage]
+                child = life.add(source.template, options, lineage, new_sandbox_id())
+                making = self._machines.branch(
+                    source.template, checkpoint, child.id, _policy(source), memory=memory
+                )
+                return await life.create(child, making, f"sandbox {source.id}")
+            except AenvError as error:
+                return ForkFailure(error)
+            except Exception as error:
+                log.exception("a child of sandbox %s could not be started", source.id)
+                return ForkFailure(VmmError(f"{type(error).__name__}: {error}"))
+
+    # Rollback
+
+    async def rollback(self, sandbox: Sandbox, snapshot: Template) -> SandboxInfo:
+        """Take a sandbox back to a snapshot of its own, in place."""
+        life, record = self._life, sandbox.record
+        async with sandbox.lock:
+            if sandbox.doomed:
+                raise NotFoundError(f"sandbox {sandbox.id} does not exist")
+            if sandbox.state not in (SandboxState.RUNNING, SandboxState.PAUSED):
+                raise ConflictError(f"sandbox {sandbox.id} is {sandbox.state.value}")
+            if snapshot.id not in record.lineage and snapshot.manifest.sandbox != sandbox.id:
+                raise ConflictError(f"snapshot {snapshot.title} is not one of sandbox {sandbox.id}")
+            if snapshot.checkpoint.state is not None:
+                self._machines.require(snapshot)
+            source = snapshot.checkpoint.link_into(self._machines.directory(sandbox.id))
+            left = max(1, round(record.end_at - now())) if sandbox.is_up else record.options.timeout
+            state, running = sandbox.state, sandbox.running
+            record.disk, record.memory, record.state_file = list(source.disk), list(source.memory), source.state
+            record.upper = record.machine = None
+            record.lineage = _ancestry(snapshot, record.lineage)
+            # From this commit on it is at the snapshot; the machine that has no record any more is ended by whoever
+            # finds it.
+            self._store.transition(record, (state,), SandboxState.PAUSED)
+            if running is not None:
+                life.stop_timer(sandbox)
+                running.close()
+                life.retire(sandbox, running)
+            life.event(sandbox, Event.ROLLED_BACK, f"to snapshot {snapshot.title}")
+            await life.resume_locked(sandbox, left)
+            return life.info(sandbox)
+
+
+def _policy(sandbox: Sandbox) -> Policy:
+    return egress_policy(sandbox.record.options.network)
+
+
+def _ancestry(snapshot: Template, lineage: list[str]) -> list[str]:
+    """The lineage of a sandbox that is at `snapshot` now."""
+    if snapshot.id in lineage:
+        return lineage[lineage.index(snapshot.id) :]
+    parent = [] if snapshot.manifest.parent is None else [snapshot.manifest.parent]
+    if parent and parent[0] in lineage:
+        parent = lineage[lineage.index(parent[0]) :]
+    return [snapshot.id, *parent][:LINEAGE]
