@@ -1,4 +1,5 @@
-"""Build of the compiled parts: Cython extensions for the host, static C programs for the guest.
+"""Build of the compiled parts: Cython extensions for the host, static C programs for the guest, and the mapper, a
+library that is loaded into QEMU (`mapper/`, shipped as data of `aenv._native`).
 
 The guest programs (`guest/envd`, `guest/init`) run inside the micro-VM, whose image may hold no libc at all, so they
 are linked statically and shipped as data of the package `aenv._guest`.
@@ -49,6 +50,7 @@ def archive(name: str) -> str:
 def extensions() -> list[Extension]:
     options: dict[str, dict[str, list[str]]] = {
         "lsmt": {"extra_link_args": [*ARCHIVE_FLAGS, archive("lz4"), archive("zstd")]},
+        "device": {"extra_link_args": [*ARCHIVE_FLAGS, archive("uring")]},
         "fuse": {"extra_link_args": ["-lfuse3"]},  # its versioned symbols cannot go into an extension statically
     }
     found = [p for folder in ("aenv/_native", "ublk") for p in sorted((ROOT / folder).glob("*.pyx"))]
@@ -56,16 +58,30 @@ def extensions() -> list[Extension]:
 
 
 class Build(build_ext):
-    """`build_ext` that also links the guest programs."""
+    """`build_ext` that also links the guest programs and the mapper."""
 
     def run(self) -> None:
         super().run()
         base = ROOT if self.inplace else Path(self.build_lib)
+        self.link_mapper(base / "aenv/_native/aenv-mapper.so")
         target = base / "aenv/_guest"
         target.mkdir(parents=True, exist_ok=True)
         (target / "__init__.py").write_text('"""Static programs that run inside the micro-VM."""\n')
         for program, libraries in GUEST_LIBRARIES.items():
             self.link_guest_program(program, libraries, target / program)
+
+    def link_mapper(self, out: Path) -> None:
+        folder = ROOT / "mapper"
+        newest = max(p.stat().st_mtime for p in [*folder.iterdir(), Path(__file__)])
+        if out.exists() and out.stat().st_mtime >= newest:
+            return
+        command = [
+            os.environ.get("CC", "cc"), "-shared", "-fPIC", "-fvisibility=hidden", *OPTIMISE, *WARNINGS, "-pthread",
+            "-o", str(out), *map(str, sorted(folder.glob("*.c"))),
+        ]  # fmt: skip
+        self.announce("linking the mapper", level=2)
+        subprocess.run(command, check=True)
+        out.chmod(0o644)  # machines run as users of their own, which load it
 
     def link_guest_program(self, program: str, libraries: list[str], out: Path) -> None:
         folder = ROOT / "guest" / program

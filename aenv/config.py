@@ -78,6 +78,7 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("network.max", _whole(1, 4096), 1024, "network slots that may exist at a time"),
     Setting("sandbox.max", _whole(1, 10000), 200, "sandboxes that may run at a time"),
     Setting("sandbox.max_timeout", _whole(1, 10**9), 86400, "longest time-out a client may ask for, in seconds"),
+    Setting("sandbox.fork_limit", _whole(1, 100), 16, "children that one fork may start"),
     Setting("agent.timeout", _whole(1, 600), 60, "how long a guest may take to answer after start, in seconds"),
 )  # fmt: skip
 

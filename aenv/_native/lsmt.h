@@ -174,6 +174,30 @@ int stack_read(struct stack *stack, void *buffer, size_t length, uint64_t offset
 struct index *stack_flatten(const struct stack *stack);
 uint64_t stack_segments(const struct stack *stack);
 
+/* --- memory maps --------------------------------------------------------------------------------------------- */
+
+/* `length` bytes of RAM at `guest_offset` are those of file number `file` at `file_offset`: as aenv/vmm/base.py has it. */
+struct memory_extent {
+    uint64_t guest_offset, length;
+    uint32_t file, reserved;
+    uint64_t file_offset;
+};
+_Static_assert(sizeof(struct memory_extent) == 32, "a record of MemoryMap.extents");
+
+/* Numbers of files: of the raw image below the stack, of its lowest layer (the others follow), of an image of zeros.
+ * -1: there is none, and no extent where it would be needed. */
+struct memory_files {
+    int base;
+    unsigned layers;
+    int zero;
+};
+
+/* The content of a stack of plain layers over RAM of `size` bytes, in order, joined where files go on. -EOPNOTSUPP when
+ * a segment is not made of whole pages. `extents` is for free(). */
+int stack_memory(const struct stack *stack, uint64_t size, const struct memory_files *files,
+                 struct memory_extent **extents, size_t *count, struct fault *fault);
+void memory_keep_longest(struct memory_extent *extents, size_t *count, size_t limit);
+
 /* --- writing sealed layers ----------------------------------------------------------------------------------- */
 
 enum layer_form { FORM_PLAIN = 0, FORM_LZ4 = 1, FORM_ZSTD = 2 };
@@ -203,6 +227,18 @@ struct commit_result {
 int stack_commit(struct stack *stack, struct stack *parent, bool keep_zeros, int fd,
                  const struct writer_options *options, uint64_t max_entries, progress_t progress,
                  void *opaque, struct commit_result *result, struct fault *fault);
+
+/* The same in a thread with the lowest priorities. When *stop becomes true it ends with -ECANCELED. */
+struct commit_job {
+    bool keep_zeros;
+    int fd;
+    const struct writer_options *options;
+    uint64_t max_entries;
+    atomic_bool *stop;
+    struct commit_result *result;
+    struct fault *fault;
+};
+int stack_commit_in_background(struct stack *stack, struct stack *parent, const struct commit_job *todo);
 
 /* --- writable layers ----------------------------------------------------------------------------------------- */
 

@@ -66,6 +66,17 @@ cdef extern from "lsmt.h" nogil:
     index *stack_flatten(const stack *)
     uint64_t stack_segments(const stack *)
 
+    struct memory_extent:
+        uint64_t guest_offset, length
+        uint32_t file, reserved
+        uint64_t file_offset
+    struct memory_files:
+        int base
+        unsigned layers
+        int zero
+    int stack_memory(const stack *, uint64_t size, const memory_files *, memory_extent **, size_t *count, fault *)
+    void memory_keep_longest(memory_extent *, size_t *count, size_t limit)
+
     enum layer_form:
         FORM_PLAIN, FORM_LZ4, FORM_ZSTD
 
@@ -89,6 +100,19 @@ cdef extern from "lsmt.h" nogil:
         uint64_t entries, data_bytes, zero_bytes, same_bytes, file_size
     int stack_commit(stack *, stack *parent, bint keep_zeros, int fd, const writer_options *, uint64_t max_entries,
                      progress_t progress, void *opaque, commit_result *, fault *)
+
+    ctypedef bint atomic_bool
+    void atomic_init(atomic_bool *, bint)
+    void atomic_store(atomic_bool *, bint)
+    struct commit_job:
+        bint keep_zeros
+        int fd
+        const writer_options *options
+        uint64_t max_entries
+        atomic_bool *stop
+        commit_result *result
+        fault *fault
+    int stack_commit_in_background(stack *, stack *parent, const commit_job *)
 
     struct upper
     struct upper_recovery:

@@ -76,6 +76,16 @@ class Stack:
     def segment_count(self) -> int: ...
     def read(self, offset: int, length: int) -> bytes: ...
     def segments(self) -> Iterator[Segment]: ...
+    def memory_extents(
+        self,
+        size: int,
+        *,
+        base: int = -1,
+        layers: int = 0,
+        zero: int = -1,
+        limit: int | None = None,
+        longest: int | None = None,
+    ) -> bytes | None: ...
     def commit(
         self,
         fd: int,
@@ -92,6 +102,21 @@ class Stack:
         virtual_size: int | None = None,
         progress: Callable[[int], None] | None = None,
     ) -> CommitResult: ...
+
+    def commit_in_background(
+        self,
+        fd: int,
+        stop: Stop,
+        *,
+        uuid: str = "",
+        user_tag: str = "",
+        parent: Stack | None = None,
+        keep_zeros: bool = False,
+        max_entries: int = ...,
+    ) -> CommitResult: ...
+
+class Stop:
+    def set(self) -> None: ...
 
 class Writer:
     def __init__(

@@ -1,8 +1,9 @@
 """Python shell of the layer library. All sizes and offsets are bytes, multiples of 512."""
 
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
-from libc.errno cimport EBADMSG, EBUSY, EEXIST, EINVAL, ENOENT, EOVERFLOW, EROFS
+from libc.errno cimport EBADMSG, EBUSY, EEXIST, EINVAL, ENOENT, EOPNOTSUPP, EOVERFLOW, EROFS
 from libc.stdint cimport uint32_t, uint64_t
+from libc.stdlib cimport free
 from libc.string cimport memcpy
 
 import os
@@ -279,6 +280,34 @@ cdef class Stack:
         finally:
             index_unref(flat)
 
+    def memory_extents(self, uint64_t size, *, int base=-1, unsigned layers=0, int zero=-1, limit=None, longest=None):
+        """The records of a `MemoryMap` (aenv/vmm/base.py) of `size` bytes that shows these layers, which must be plain
+        files. `base`, `layers` and `zero` are the numbers of the image below, of the lowest layer, and of an image of
+        zeros; without one (-1) there is no extent where it would be.
+
+        None when there would be more than `limit`, or segments are not made of whole pages. `longest`: only that many,
+        the longest ones.
+        """
+        cdef fault f
+        cdef memory_files files = memory_files(base, layers, zero)
+        cdef memory_extent *extents = NULL
+        cdef size_t count = 0, keep = longest if longest is not None else -1
+        cdef int rc
+        with nogil:
+            rc = stack_memory(self._stack, size, &files, &extents, &count, &f)
+            if rc == 0:
+                memory_keep_longest(extents, &count, keep)
+        if rc == -EOPNOTSUPP:
+            return None
+        if rc:
+            raise_fault(&f, "")
+        try:
+            if limit is not None and count > limit:
+                return None
+            return PyBytes_FromStringAndSize(<char *>extents, count * sizeof(memory_extent))
+        finally:
+            free(extents)
+
     def commit(
         self, int fd, *, str form="plain", uint32_t block_size=4096, bint tar=False, str uuid="", str parent_uuid="",
         str user_tag="", Stack parent=None, bint keep_zeros=False, uint64_t max_entries=LSMT_MAX_ENTRIES,
@@ -309,6 +338,43 @@ cdef class Stack:
         return CommitResult(
             result.entries, result.data_bytes, result.zero_bytes, result.same_bytes, result.file_size
         )
+
+
+    def commit_in_background(
+        self, int fd, Stop stop not None, *, str uuid="", str user_tag="", Stack parent=None, bint keep_zeros=False,
+        uint64_t max_entries=LSMT_MAX_ENTRIES,
+    ):
+        """`commit` to a plain layer with the lowest priorities for processor and disk; blocks until it is done.
+
+        Raises UnavailableError when another thread has called `stop.set()`.
+        """
+        cdef Options options = Options("plain", 4096, False, uuid, "", user_tag, self._stack.virtual_size)
+        cdef fault f
+        cdef commit_result result
+        cdef commit_job job
+        cdef stack *below = parent._stack if parent is not None else NULL
+        cdef int rc
+        job.keep_zeros, job.fd, job.options, job.max_entries = keep_zeros, fd, &options.c, max_entries
+        job.stop, job.result, job.fault = &stop.flag, &result, &f
+        with nogil:
+            rc = stack_commit_in_background(self._stack, below, &job)
+        if rc:
+            raise_fault(&f, "")
+        return CommitResult(
+            result.entries, result.data_bytes, result.zero_bytes, result.same_bytes, result.file_size
+        )
+
+
+cdef class Stop:
+    """Tells work in another thread to end early."""
+
+    cdef atomic_bool flag
+
+    def __cinit__(self):
+        atomic_init(&self.flag, False)
+
+    def set(self):
+        atomic_store(&self.flag, True)
 
 
 cdef class Options:

@@ -9,6 +9,7 @@ from aenv.api.auth import ApiKey
 from aenv.api.errors import error_body, error_response
 from aenv.api.router import Router
 from aenv.api.sandboxes import SandboxHandlers
+from aenv.api.snapshots import SnapshotHandlers
 from aenv.api.telemetry import TelemetryHandlers
 from aenv.api.templates import TemplateHandlers
 from aenv.errors import AenvError
@@ -28,6 +29,7 @@ class Api:
             [
                 *health.routes(),
                 *SandboxHandlers(service, max_timeout=max_timeout).routes(),
+                *SnapshotHandlers(service, max_timeout=max_timeout).routes(),
                 *TelemetryHandlers(service).routes(),
                 *TemplateHandlers(service).routes(),
             ]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from aenv.api.models import ErrorBody
 from aenv.errors import (
     AenvError,
@@ -47,16 +45,22 @@ def status_of(error: AenvError) -> int:
 
 def error_response(error: AenvError) -> Response:
     """The answer for an error that is meant for the user."""
-    status = status_of(error)
+    part = error_part(error)
     headers: list[tuple[str, str]] = list(error.headers) if isinstance(error, HttpError) else []
-    if status in (429, 502, 503, 504):
+    if part.code in (429, 502, 503, 504):
         headers.append(NO_RETRY)
-    return error_body(status, str(error), headers, error.error_code if isinstance(error, CodedError) else None)
+    return Response.json(part.code, part, headers)
 
 
-def error_body(
-    status: int, message: str, headers: Iterable[tuple[str, str]] = (), error_code: str | None = None
-) -> Response:
-    # A message may quote what a client or a guest sent, in any encoding.
-    clean = message.encode("utf-8", "replace").decode("utf-8")
-    return Response.json(status, ErrorBody(status, clean, error_code), headers)
+def error_part(error: AenvError) -> ErrorBody:
+    """An error as a part of an answer."""
+    return ErrorBody(status_of(error), _clean(str(error)), error.error_code if isinstance(error, CodedError) else None)
+
+
+def error_body(status: int, message: str) -> Response:
+    return Response.json(status, ErrorBody(status, _clean(message)))
+
+
+def _clean(message: str) -> str:
+    """A message may quote what a client or a guest sent, in any encoding."""
+    return message.encode("utf-8", "replace").decode("utf-8")

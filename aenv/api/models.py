@@ -11,9 +11,10 @@ from typing import Any
 
 from msgspec import Struct, field, json
 
+from aenv.api.names import full_names, snapshot_id
 from aenv.observe.logs import LogEntry
 from aenv.observe.metrics import MetricPoint
-from aenv.sandbox.service import NetworkOptions, SandboxInfo, SandboxState, TemplateInfo
+from aenv.sandbox.service import NetworkOptions, SandboxInfo, SandboxState, SnapshotInfo, TemplateInfo, TreeNode
 
 # --- requests ---------------------------------------------------------------------------------------------------------
 
@@ -136,6 +137,20 @@ class RefreshBody(Struct):
     duration: int | None = None
 
 
+class SnapshotRequest(Struct):
+    name: str | None = None
+    memory: bool | None = None
+
+
+class ForkBody(Struct):
+    timeout: int | None = None
+    count: int | None = None
+
+
+class RollbackBody(Struct):
+    snapshot_id: str = field(name="snapshotID")
+
+
 # --- answers ----------------------------------------------------------------------------------------------------------
 
 # What a client sees of a state. While it is being paused or resumed a sandbox answers nobody, so it counts as paused;
@@ -181,6 +196,13 @@ class SandboxBody(Struct, rename="camel", omit_defaults=True):
             traffic_access_token=info.traffic_token,
             domain=info.domain,
         )
+
+
+class ForkResult(Struct, omit_defaults=True):
+    """One child of a fork: exactly one of the two."""
+
+    sandbox: SandboxBody | None = None
+    error: ErrorBody | None = None
 
 
 class ListedSandbox(Struct, rename="camel", omit_defaults=True):
@@ -383,6 +405,70 @@ class TemplateWithBuilds(TemplateBody, rename="camel", kw_only=True):
             envd_version=info.envd_version,
         )
         return cls(**_template_fields(info), builds=[build])
+
+
+class SnapshotBody(Struct, rename="camel", omit_defaults=True):
+    """The first two fields are E2B's; both have the tag, the default one too. The others are ours."""
+
+    snapshot_id: str = field(name="snapshotID")
+    names: list[str]
+    template_id: str = field(name="templateID")
+    sandbox_id: str = field(name="sandboxID")
+    parent_id: str = field(name="parentID")
+    created_at: datetime
+    cpu_count: int
+    memory_mb: int = field(name="memoryMB")
+    disk_size_mb: int = field(name="diskSizeMB")
+    memory: bool
+    memory_bytes: int
+    disk_bytes: int
+
+    @classmethod
+    def of(cls, info: SnapshotInfo) -> SnapshotBody:
+        return cls(
+            snapshot_id=snapshot_id(info),
+            names=full_names(info),
+            template_id=info.id,
+            sandbox_id=info.sandbox_id,
+            parent_id=info.parent_id,
+            created_at=info.created_at,
+            cpu_count=info.cpu_count,
+            memory_mb=info.memory_mib,
+            disk_size_mb=info.disk_mib,
+            memory=info.memory,
+            memory_bytes=info.memory_bytes,
+            disk_bytes=info.disk_bytes,
+        )
+
+
+class TreeNodeBody(Struct, rename="camel", omit_defaults=True):
+    """A node of `GET /tree`. Sizes in bytes."""
+
+    kind: str
+    id: str
+    names: list[str]
+    created_at: datetime
+    memory_bytes: int
+    disk_bytes: int
+    parent_id: str | None = field(default=None, name="parentID")
+    state: str | None = None
+    resident_bytes: int | None = None
+    private_bytes: int | None = None
+
+    @classmethod
+    def of(cls, node: TreeNode) -> TreeNodeBody:
+        return cls(
+            kind=node.kind.value,
+            id=node.id,
+            names=list(node.names),
+            created_at=node.created_at,
+            memory_bytes=node.memory_bytes,
+            disk_bytes=node.disk_bytes,
+            parent_id=node.parent_id,
+            state=None if node.state is None else PUBLIC_STATE[node.state],
+            resident_bytes=node.resident_bytes,
+            private_bytes=node.private_bytes,
+        )
 
 
 class TemplateAlias(Struct, rename="camel"):

@@ -16,6 +16,7 @@ from aenv.api.models import IamBody, NewSandbox, VolumeMount
 from aenv.api.network import network_options
 from aenv.errors import InvalidInputError
 from aenv.sandbox.service import CreateOptions, OnTimeout
+from aenv.storage.repository import split_name
 
 T = TypeVar("T")
 E = TypeVar("E", bound=StrEnum)
@@ -78,6 +79,17 @@ def template_name(text: str, field: str = "templateID") -> str:
     if not text or len(text) > MAX_TEMPLATE_NAME or _CONTROL.search(text):
         raise InvalidInputError(field, f"expected 1 to {MAX_TEMPLATE_NAME} printable characters")
     return text
+
+
+def snapshot_name(text: str | None) -> str | None:
+    """`name`, `namespace/name` or one of these with `:tag`, as it is stored; what templates may be called, too."""
+    return None if text is None else split_name(text, "name")
+
+
+def count(value: int, field: str, *, low: int, high: int) -> int:
+    if not low <= value <= high:
+        raise InvalidInputError(field, f"expected {low} to {high}, got {value}")
+    return value
 
 
 def seconds(value: int, field: str, *, low: int, high: int) -> int:

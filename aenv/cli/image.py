@@ -14,20 +14,11 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from aenv.cli.output import json_option, print_json, print_table, wants_json
+from aenv.cli.output import json_option, print_json, print_table, size_text, wants_json
 from aenv.storage import image
 
 existing = click.Path(exists=True, dir_okay=False, path_type=Path)
 output = click.Path(dir_okay=False, path_type=Path)
-UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
-
-
-def size_text(size: float) -> str:
-    unit = 0
-    while size >= 1024 and unit < len(UNITS) - 1:
-        size /= 1024
-        unit += 1
-    return f"{size:.0f} {UNITS[unit]}" if unit == 0 or size >= 100 else f"{size:.1f} {UNITS[unit]}"
 
 
 @contextlib.contextmanager

@@ -11,6 +11,8 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON (the default when output is piped).")
 
 
@@ -30,6 +32,15 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], empty: st
     for row in rows:
         table.add_row(*(str(cell) for cell in row))
     Console().print(table if table.row_count else empty)
+
+
+def size_text(size: float) -> str:
+    """Bytes as `512 B`, `1.5 MiB` or `117 GiB`."""
+    unit = 0
+    while size >= 1024 and unit < len(UNITS) - 1:
+        size /= 1024
+        unit += 1
+    return f"{size:.0f} {UNITS[unit]}" if unit == 0 or size >= 100 else f"{size:.1f} {UNITS[unit]}"
 
 
 def say(text: str) -> None:

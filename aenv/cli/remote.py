@@ -8,14 +8,14 @@ import socket
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote, urlencode, urlsplit
 
 import msgspec
 
 from aenv.agent.client import ENVD_PORT
 from aenv.agent.process import Processes
 from aenv.daemon import Daemon
-from aenv.errors import AenvError, UnavailableError
+from aenv.errors import AenvError, InvalidInputError, UnavailableError
 from aenv.http.client import Connection, ConnectionLostError
 from aenv.http.head import ProtocolError
 from aenv.http.message import HttpError
@@ -23,6 +23,11 @@ from aenv.http.message import HttpError
 ANSWER_LIMIT = 16 << 20  # bytes
 _URL = re.compile(r"[!-~]+")
 _KEY = re.compile(r"[!-~]+")
+
+
+def segment(text: str) -> str:
+    """A word of the command line, which may be any bytes, as one segment of a path."""
+    return quote(text, safe="", errors="surrogateescape")
 
 
 class ApiError(AenvError):
@@ -96,12 +101,14 @@ class Remote:
         answer, _ = await self._call(method, path, body)
         return answer
 
-    async def pages(self, path: str) -> list[Any]:
-        """All pages of a list."""
+    async def pages(self, path: str, **query: str) -> list[Any]:
+        """All pages of a list; parameters of `query` that are empty are left out."""
         found: list[Any] = []
         token = ""
         while True:
-            page, token = await self._call("GET", f"{path}?limit=100&nextToken={quote(token)}" if token else path)
+            given = query | ({"limit": "100", "nextToken": token} if token else {})
+            target = urlencode({k: v for k, v in given.items() if v}, errors="surrogateescape")
+            page, token = await self._call("GET", f"{path}?{target}" if target else path)
             found += page
             if not token:
                 return found
@@ -112,7 +119,10 @@ class Remote:
         content: bytes | None = None
         if body is not None:
             headers["Content-Type"] = "application/json"
-            content = msgspec.json.encode(body)
+            try:
+                content = msgspec.json.encode(body)
+            except UnicodeEncodeError as error:  # words of a command line may be any bytes, JSON may not
+                raise InvalidInputError(ascii(error.object), "is not UTF-8") from error
         connection = await self.open()
         try:
             response = await connection.request(method, path, headers.items(), content)
@@ -133,7 +143,7 @@ class Remote:
 
     async def processes(self, sandbox_id: str, user: str | None = None) -> Processes:
         """The processes of a running sandbox, through the daemon's proxy; resumes it when it is paused."""
-        box = await self.call("POST", f"/v2/sandboxes/{quote(sandbox_id, safe='')}/connect", {})
+        box = await self.call("POST", f"/v2/sandboxes/{segment(sandbox_id)}/connect", {})
         headers = {
             "Host": urlsplit(self.url).netloc,
             "E2b-Sandbox-Id": sandbox_id,

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import sys
 from typing import Any
-from urllib.parse import quote
 
 import click
 import uvloop
@@ -14,7 +13,7 @@ import uvloop
 from aenv.agent.process import Ended, Output, Processes, Started
 from aenv.cli.main import home_of
 from aenv.cli.output import json_option, print_json, print_table, say, wants_json
-from aenv.cli.remote import ApiError, Remote
+from aenv.cli.remote import ApiError, Remote, segment
 from aenv.cli.source import Source
 from aenv.cli.terminal import attach, require_terminal
 from aenv.errors import AenvError, InvalidInputError
@@ -187,7 +186,7 @@ def _each(ctx: click.Context, ids: tuple[str, ...], method: str, path: str, body
 
     async def run() -> None:
         for sandbox_id in ids:
-            await remote.call(method, path.format(quote(sandbox_id, safe="")), body)
+            await remote.call(method, path.format(segment(sandbox_id)), body)
             say(f"{sandbox_id} {done}")
 
     uvloop.run(run())

@@ -79,14 +79,14 @@ class Template:
         return self.manifest.disk.size
 
 
-def split_name(text: str) -> str:
+def split_name(text: str, field: str = "template") -> str:
     """A template's name as it is stored: `name`, or `name:tag` when the tag is not the default one.
 
-    Raises InvalidInputError.
+    Raises InvalidInputError naming `field`.
     """
     name, colon, tag = text.partition(":")
     if not _NAME.fullmatch(name) or ".." in name or (colon and not _TAG.fullmatch(tag)):
-        raise InvalidInputError("template", f"{text!r} is not a template name")
+        raise InvalidInputError(field, f"{text!r} is not a template name")
     return name if not colon or tag == DEFAULT_TAG else text
 
 

@@ -10,20 +10,35 @@ import asyncio
 import base64
 import binascii
 import contextlib
+import errno
 import fcntl
 import json
 import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable
+import socket
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from aenv.errors import AenvError, ConflictError, InvalidInputError, UnavailableError, VmmError
-from aenv.vmm import qmp
-from aenv.vmm.base import Disk, Exit, Machine, MemoryRegion, Nic, Vm, Vmm, VmmKind, VmState
+from aenv.errors import AenvError, ConflictError, InvalidInputError, LimitError, UnavailableError, VmmError
+from aenv.vmm import mapper, qmp
+from aenv.vmm.base import (
+    MAX_EXTENTS,
+    PAGE,
+    Disk,
+    Exit,
+    Machine,
+    MemoryMap,
+    MemoryRegion,
+    Nic,
+    Vm,
+    Vmm,
+    VmmKind,
+    VmState,
+)
 from aenv.vmm.spawn import Process, User, exit_reason, find_binary, run, spawn
 
 BINARY = "qemu-system-x86_64"
@@ -33,7 +48,6 @@ LOG_NAME = "qemu.log"
 DISK_NODE = "disk"  # the node the disk device looks at; what is below it is exchanged by attach_disk
 IMAGE_NODE = "i"  # what attach_disk puts there
 BASE_NODE = "base"  # the backing image that was opened ahead
-PAGE = 4096
 # A guest may write to its console without end: QEMU keeps the last bytes and drops the rest.
 SERIAL_RING = 64 << 10
 STATE_MAGIC = b"QEVM"  # migration/qemu-file-types.h: the first word of every stream
@@ -46,12 +60,20 @@ UID_BASE = 0x7000_0000
 UID_COUNT = 0x0FFF_FFFF
 GROUP = UID_BASE
 
+# Mappings that a process may have (vm.max_map_count, unless somebody has changed it), and what QEMU itself needs.
+MAPPINGS_LIMIT = 65530
+OWN_MAPPINGS = 1000
+
+T = TypeVar("T")
+
 _VERSION = re.compile(r"version (\d+\.\d+\.\d+)")
+_HOST_ADDRESS = re.compile(r"^Host virtual address for 0x0 \(ram\) is (0x[0-9a-f]{1,16})\s*$")
 _STATES = {
     "running": VmState.RUNNING,
     "paused": VmState.PAUSED,
     "prelaunch": VmState.PAUSED,
     "suspended": VmState.RUNNING,
+    "io-error": VmState.IO_ERROR,
     "inmigrate": VmState.PREPARED,
 }
 
@@ -116,11 +138,19 @@ class QemuVmm(Vmm):
         """What `-cpu` gets; a snapshot needs the same."""
         return "max" if self.kind is VmmKind.QEMU_TCG else "host"
 
-    async def boot(self, machine: Machine, *, memory_image: Path, disk: Disk, nic: Nic | None, run_dir: Path) -> Vm:
+    async def boot(
+        self, machine: Machine, *, disk: Disk, nic: Nic | None, run_dir: Path, memory_image: Path | None = None
+    ) -> Vm:
         return await self._start(machine, memory_image, disk, nic, run_dir)
 
     async def prepare(
-        self, machine: Machine, *, memory_image: Path, nic: Nic | None, run_dir: Path, base: Path | None = None
+        self,
+        machine: Machine,
+        *,
+        nic: Nic | None,
+        run_dir: Path,
+        memory_image: Path | None = None,
+        base: Path | None = None,
     ) -> Vm:
         return await self._start(machine, memory_image, None, nic, run_dir, base)
 
@@ -138,7 +168,7 @@ class QemuVmm(Vmm):
     async def _start(
         self,
         machine: Machine,
-        memory_image: Path,
+        memory_image: Path | None,
         disk: Disk | None,
         nic: Nic | None,
         run_dir: Path,
@@ -162,13 +192,21 @@ class QemuVmm(Vmm):
                     stack.callback(os.close, fd)
                     return give(fd)
 
-                listener = stack.enter_context(qmp.bind(run_dir, SOCKET_NAME))
-                ram = opened(memory_image, os.O_RDONLY if self._read_only_image else os.O_RDWR)
-                status = os.fstat(ram)
-                if status.st_size != size:
-                    raise VmmError(f"{memory_image} has {status.st_size} bytes, the machine {size}")
-                _grant(ram, user, 4 if self._read_only_image else 6)
-                arguments = self._machine_arguments(machine, ram, give(listener.fileno()))
+                monitor = stack.enter_context(qmp.bind(run_dir, SOCKET_NAME))
+                maps = stack.enter_context(qmp.bind(run_dir, mapper.SOCKET_NAME, socket.SOCK_SEQPACKET))
+                # The loader opens it by the descriptor: the machine's user need not reach its path.
+                library = opened(mapper.LIBRARY, os.O_RDONLY)
+                _grant(library, user, 4)
+                environment = {
+                    "LD_PRELOAD": f"/proc/self/fd/{library}",
+                    mapper.VARIABLE: f"{give(maps.fileno())}:{library}",
+                }
+                backend = f"memory-backend-ram,id=ram,size={machine.memory_mib}M,share=off,merge=off,reserve=off"
+                if memory_image is not None:
+                    image = opened(memory_image, os.O_RDONLY if self._read_only_image else os.O_RDWR)
+                    backend = self._image_backend(memory_image, image, size)
+                    _grant(image, user, 4 if self._read_only_image else 6)
+                arguments = self._machine_arguments(machine, backend, give(monitor.fileno()))
                 if nic is not None:
                     arguments += _nic_arguments(nic, give(nic.tap_fd))
                 if disk is None:
@@ -180,15 +218,21 @@ class QemuVmm(Vmm):
                     for fd in (kernel, initrd):
                         _grant(fd, user, 4)
                     arguments += _boot_arguments(machine, kernel, initrd)
-                    arguments += _disk_arguments(disk, opened)
+                    files = _Files(stack)
+                    arguments += await _in_thread(lambda: _disk_arguments(disk, files, give))
                 process = spawn(
-                    [self.binary, *arguments], fds=inherited, cwd=run_dir, user=user, log=run_dir / LOG_NAME
+                    [self.binary, *arguments],
+                    fds=inherited,
+                    env=environment,
+                    cwd=run_dir,
+                    user=user,
+                    log=run_dir / LOG_NAME,
                 )
                 vm = QemuVm(self.kind, process, run_dir)
-                vm.image = (ram, size)
                 vm.base = base
             try:
                 await vm.connect()
+                await vm.find_memory(size)
                 if disk is None:
                     await vm.expect_state()
                 else:
@@ -201,9 +245,18 @@ class QemuVmm(Vmm):
             raise
         return vm
 
-    def _machine_arguments(self, machine: Machine, ram: int, monitor: int) -> list[str]:
-        accel = f"tcg,thread=multi,tb-size={TRANSLATION_CACHE_MIB}" if self.kind is VmmKind.QEMU_TCG else "kvm"
+    def _image_backend(self, path: Path, fd: int, size: int) -> str:
+        status = os.fstat(fd)
+        if status.st_size != size:
+            raise VmmError(f"{path} has {status.st_size} bytes, the machine {size}")
         access = "readonly=on,rom=off," if self._read_only_image else ""
+        return (
+            f"memory-backend-file,id=ram,size={size >> 20}M,mem-path=/proc/self/fd/{fd},"
+            f"share=off,{access}merge=off,reserve=off"
+        )
+
+    def _machine_arguments(self, machine: Machine, backend: str, monitor: int) -> list[str]:
+        accel = f"tcg,thread=multi,tb-size={TRANSLATION_CACHE_MIB}" if self.kind is VmmKind.QEMU_TCG else "kvm"
         return [
             "-M", "microvm,acpi=on,rtc=on,isa-serial=on,memory-backend=ram,suppress-vmdesc=on",
             "-accel", accel,
@@ -211,8 +264,7 @@ class QemuVmm(Vmm):
             "-smp", str(machine.vcpus),
             "-m", f"{machine.memory_mib}M",
             # No balloon and no free-page reporting: QEMU gives back RAM by punching holes into the shared image.
-            "-object", f"memory-backend-file,id=ram,size={machine.memory_mib}M,mem-path=/proc/self/fd/{ram},"
-                       f"share=off,{access}merge=off,reserve=off",
+            "-object", backend,
             "-nodefaults", "-no-user-config", "-display", "none",
             "-sandbox", "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny",
             # A guest that ends leaves its process behind, so that its last words can be read.
@@ -234,12 +286,17 @@ def _boot_arguments(machine: Machine, kernel: int, initrd: int) -> list[str]:
     ]  # fmt: skip
 
 
+def _disk_device() -> str:
+    """A disk that fails stops the machine: the guest never sees an error that the host can mend."""
+    return f"virtio-blk-device,drive={DISK_NODE},rerror=stop,werror=stop"
+
+
 def _waiting_arguments() -> list[str]:
     """A machine that waits for device state needs no kernel (it is in RAM) and has a stand-in for its disk."""
     nothing = {"driver": "raw", "node-name": DISK_NODE, "file": {"driver": "null-co", "read-zeroes": True}}
     return [
         "-S", "-incoming", "defer", "-global", "migration.send-configuration=off",
-        "-blockdev", json.dumps(nothing), "-device", f"virtio-blk-device,drive={DISK_NODE}",
+        "-blockdev", json.dumps(nothing), "-device", _disk_device(),
     ]  # fmt: skip
 
 
@@ -253,41 +310,58 @@ def _base_arguments(fd: int) -> list[str]:
     return ["-add-fd", f"fd={fd},set=0", "-blockdev", json.dumps(node)]
 
 
-def _disk_arguments(disk: Disk, opened: Callable[[Path, int], int]) -> list[str]:
+def _disk_arguments(disk: Disk, files: _Files, give: Callable[[int], int]) -> list[str]:
+    top = {"driver": "raw", "node-name": DISK_NODE, "read-only": disk.read_only, "file": _disk_nodes(disk, files)}
     arguments: list[str] = []
-
-    def fdset(path: Path, flags: int) -> str:
-        number = len(arguments) // 2 + 1
-        arguments.extend(["-add-fd", f"fd={opened(path, flags)},set={number}"])
-        return f"/dev/fdset/{number}"
-
-    top = {"driver": "raw", "node-name": DISK_NODE, "read-only": disk.read_only, "file": _disk_nodes(disk, fdset)}
-    return [*arguments, "-blockdev", json.dumps(top), "-device", f"virtio-blk-device,drive={DISK_NODE}"]
+    for number, fd in files.opened:
+        arguments += ["-add-fd", f"fd={give(fd)},set={number}"]
+    return [*arguments, "-blockdev", json.dumps(top), "-device", _disk_device()]
 
 
-def _file_node(name: str, *, read_only: bool) -> dict[str, Any]:
+class _Files:
+    """Files of a disk that are handed to QEMU, each as a set of one descriptor. Closed by `stack`."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self._stack = stack
+        self.opened: list[tuple[int, int]] = []  # (number of the set, our descriptor)
+
+    def node(self, path: Path, *, read_only: bool, direct: bool = False) -> dict[str, Any]:
+        """Open a file; the node that looks at it."""
+        flags = os.O_RDONLY if read_only else os.O_RDWR
+        try:
+            fd = _open_image(path, flags | (os.O_DIRECT if direct else 0))
+        except VmmError as error:
+            # Not every file system can do without the page cache (tmpfs before Linux 6.6).
+            if not direct or not isinstance(error.__cause__, OSError) or error.__cause__.errno != errno.EINVAL:
+                raise
+            direct = False
+            fd = _open_image(path, flags)
+        self._stack.callback(os.close, fd)
+        self.opened.append((len(self.opened) + 1, fd))
+        return _file_node(f"/dev/fdset/{len(self.opened)}", read_only=read_only, direct=direct)
+
+
+def _file_node(name: str, *, read_only: bool, direct: bool = False) -> dict[str, Any]:
     # A lock would need the file opened by QEMU itself.
     node: dict[str, Any] = {"driver": "file", "filename": name, "locking": "off"}
+    if direct:
+        node["cache"] = {"direct": True}
     return node | ({"read-only": True} if read_only else {"discard": "unmap"})
 
 
-def _disk_nodes(disk: Disk, fdset: Callable[[Path, int], str], base: Path | None = None) -> dict[str, Any]:
-    """The block graph of an image, below the node of the device. `fdset` hands a file over and names it; `base` is the
-    image behind BASE_NODE."""
-
-    def file(path: Path, read_only: bool) -> dict[str, Any]:
-        return _file_node(fdset(path, os.O_RDONLY if read_only else os.O_RDWR), read_only=read_only)
-
+def _disk_nodes(disk: Disk, files: _Files, base: Path | None = None) -> dict[str, Any]:
+    """The block graph of an image, below the node of the device. `base` is the image behind BASE_NODE."""
     match disk.format:
         case "raw":
-            return file(disk.path, disk.read_only)
+            return files.node(disk.path, read_only=disk.read_only, direct=True)
         case "qcow2":
             below: dict[str, Any] | str | None = None
             if disk.backing is not None and disk.backing == base:
                 below = BASE_NODE
             elif disk.backing is not None:
-                below = {"driver": "raw", "read-only": True, "file": file(disk.backing, True)}
-            node = {"driver": "qcow2", "file": file(disk.path, disk.read_only), "backing": below}
+                below = {"driver": "raw", "read-only": True, "file": files.node(disk.backing, read_only=True)}
+            top = files.node(disk.path, read_only=disk.read_only)
+            node = {"driver": "qcow2", "file": top, "backing": below}
             return node | ({"read-only": True} if disk.read_only else {"discard": "unmap"})
     raise InvalidInputError("disk.format", f"expected raw or qcow2, got {disk.format!r}")
 
@@ -301,10 +375,14 @@ class QemuVm(Vm):
         self.start_time = process.start_time
         self.run_dir = run_dir
         self.state = VmState.PREPARED
-        self.image: tuple[int, int] | None = None  # number of QEMU's descriptor of the memory image, and its size
+        self.on_io_error: Callable[[str], None] | None = None
         self.exited = asyncio.get_running_loop().create_future()
         self.base: Path | None = None  # the image behind node BASE_NODE
         self._process = process
+        self._ram: MemoryRegion | None = None
+        self._mapper = mapper.Mapper(run_dir)
+        self._mappings = MAPPINGS_LIMIT  # at most; counted when that is too many
+        self._io_errors = 0  # so far
         self._qmp: qmp.Qmp | None = None
         self._serial = bytearray()
         self._serial_end = 0  # bytes that the guest has written, as far as we have seen
@@ -330,18 +408,31 @@ class QemuVm(Vm):
             raise
 
     async def learn(self) -> None:
-        """After adopt: find out the state and the memory image of a process that somebody else started."""
+        """After adopt: find out the state of a process that somebody else started, and where its RAM lies."""
         status = await self._command("query-status")
         name = status.get("status") if isinstance(status, dict) else None
         if name not in _STATES:
             raise VmmError(f"QEMU {self.pid} is in state {name!r}")
         self.state = _STATES[name]
-        path = await self._command("qom-get", {"path": "/objects/ram", "property": "mem-path"})
         size = await self._command("qom-get", {"path": "/objects/ram", "property": "size"})
-        number = re.fullmatch(r"/proc/self/fd/(\d+)", path) if isinstance(path, str) else None
-        if number is None or not isinstance(size, int):
-            raise VmmError(f"QEMU {self.pid} has its memory at {path!r}: it is not one of ours")
-        self.image = (int(number[1]), size)
+        if not isinstance(size, int):
+            raise VmmError(f"QEMU {self.pid} has {size!r} bytes of memory: it is not one of ours")
+        await self._locate(size)
+
+    async def find_memory(self, size: int) -> None:
+        """After the start: find out where RAM lies, and tell the mapper."""
+        self._mappings = OWN_MAPPINGS
+        ram = await self._locate(size)
+        await self._mapper.tell_ram(ram.address, size)
+
+    async def _locate(self, size: int) -> MemoryRegion:
+        # RAM is one block, which begins at guest address 0, also where a hole below 4 GiB divides it for the guest.
+        text = await self._command("human-monitor-command", {"command-line": "gpa2hva 0"})
+        match = _HOST_ADDRESS.search(text) if isinstance(text, str) else None
+        if match is None or int(match[1], 16) % PAGE:
+            raise VmmError(f"gpa2hva: unexpected answer {text!r}")
+        self._ram = MemoryRegion(self.pid, int(match[1], 16), 0, size)
+        return self._ram
 
     async def expect_state(self) -> None:
         """PREPARED: have the end of `load_state` reported by an event."""
@@ -367,11 +458,21 @@ class QemuVm(Vm):
                 self._end(f"the guest shut down ({data.get('reason', 'unknown')})")
             case "GUEST_PANICKED":
                 self._end("the guest kernel panicked")
+            case "BLOCK_IO_ERROR" if data.get("action") == "stop":
+                self._io_error(f"{data.get('operation', 'request')}: {data.get('reason', 'failed')}")
             case "MIGRATION" if self._migration is not None and not self._migration.done():
                 if data.get("status") == "completed":
                     self._migration.set_result(None)
                 elif data.get("status") == "failed":
                     self._migration.set_exception(VmmError("the device state does not fit this machine"))
+
+    def _io_error(self, what: str) -> None:
+        """QEMU stops the machine in the same moment, and keeps the request. It is told once for each failed request."""
+        self._io_errors += 1
+        if self.state is VmState.RUNNING:
+            self.state = VmState.IO_ERROR
+            if self.on_io_error is not None:
+                self.on_io_error(what)
 
     def _monitor_closed(self) -> None:
         """Without a monitor a machine is out of control and is ended."""
@@ -421,23 +522,56 @@ class QemuVm(Vm):
         if disk.read_only:
             raise InvalidInputError("disk.read_only", "a prepared machine takes a writable disk")
         with ExitStack() as stack:
-            given: list[tuple[int, int]] = []
-
-            def fdset(path: Path, flags: int) -> str:
-                fd = _open_image(path, flags)
-                stack.callback(os.close, fd)
-                given.append((len(given) + 1, fd))
-                return f"/dev/fdset/{len(given)}"
-
-            nodes = _disk_nodes(disk, fdset, self.base)
+            files = _Files(stack)
+            # In a thread: the image may lie in a file system whose server is busy, or is us.
+            nodes = await _in_thread(lambda: _disk_nodes(disk, files, self.base))
             # Sent in one go: QEMU answers in order, so nothing is gained by waiting in between.
             await _together(
-                *(self._command("add-fd", {"fdset-id": number}, fd=fd) for number, fd in given),
+                *(self._command("add-fd", {"fdset-id": number}, fd=fd) for number, fd in files.opened),
                 self._command("blockdev-add", {**nodes, "node-name": IMAGE_NODE}),
                 self._command(
                     "blockdev-reopen", {"options": [{"driver": "raw", "node-name": DISK_NODE, "file": IMAGE_NODE}]}
                 ),
             )
+
+    async def map_memory(self, map: MemoryMap) -> None:
+        self._require(VmState.PREPARED, VmState.PAUSED)
+        map.check(self._memory().length)
+        self._reserve_mappings(map.count)
+        with ExitStack() as stack:
+
+            def open_files() -> list[int]:
+                files = []
+                for path in map.files:
+                    files.append(_open_image(path, os.O_RDONLY))
+                    stack.callback(os.close, files[-1])
+                return files
+
+            await self._mapper.map(await _in_thread(open_files), map.extents, map.count)
+
+    def _reserve_mappings(self, count: int) -> None:
+        """An extent splits the mapping it falls into. Running into the kernel's limit would leave RAM half mapped."""
+        fresh = 2 * count + OWN_MAPPINGS
+        if self._mappings + fresh > MAPPINGS_LIMIT:
+            self._mappings = self._proc("maps").count(b"\n")
+            if self._mappings + fresh > MAPPINGS_LIMIT:
+                raise LimitError(f"the machine has {self._mappings} mappings already: {count} extents are too many")
+        self._mappings += 2 * count
+
+    def _proc(self, name: str) -> bytes:
+        try:
+            return Path(f"/proc/{self.pid}/{name}").read_bytes()
+        except OSError as error:
+            raise VmmError(f"cannot read the {name} of QEMU {self.pid}: {error.strerror}") from error
+
+    async def populate(self, ranges: Sequence[tuple[int, int]]) -> None:
+        size = self._memory().length
+        if len(ranges) > MAX_EXTENTS:
+            raise InvalidInputError("ranges", f"{len(ranges)} are more than {MAX_EXTENTS}")
+        for offset, length in ranges:
+            if not (0 <= offset < offset + length <= size):
+                raise InvalidInputError("ranges", f"{length} bytes at {offset} are not inside {size} bytes of RAM")
+        await self._mapper.populate(ranges)
 
     async def load_state(self, state: Path) -> None:
         self._require(VmState.PREPARED)
@@ -458,16 +592,23 @@ class QemuVm(Vm):
         self.state = VmState.PAUSED
 
     async def pause(self) -> None:
-        self._require(VmState.RUNNING, VmState.PAUSED)
-        if self.state is VmState.RUNNING:
+        self._require(VmState.RUNNING, VmState.PAUSED, VmState.IO_ERROR)
+        if self.state is not VmState.PAUSED:
             # Drains and flushes the disk: what the guest has written may have to reach a slow disk.
             await self._command("stop", timeout=120)
             self.state = VmState.PAUSED
 
     async def resume(self) -> None:
-        self._require(VmState.PAUSED, VmState.RUNNING)
-        await self._command("cont")
+        self._require(VmState.PAUSED, VmState.RUNNING, VmState.IO_ERROR)
+        before, errors = self.state, self._io_errors
+        # Set before the command is sent: a disk that still fails may be told in the same breath as the answer.
         self.state = VmState.RUNNING
+        try:
+            await self._command("cont")
+        except VmmError:
+            if self.state is VmState.RUNNING and self._io_errors == errors:
+                self.state = before
+            raise
 
     async def save_state(self, state: Path) -> None:
         self._require(VmState.PAUSED)
@@ -494,25 +635,12 @@ class QemuVm(Vm):
             os.close(fd)
 
     async def memory_regions(self) -> list[MemoryRegion]:
-        if self.image is None or self.state is VmState.EXITED:
+        return [self._memory()]
+
+    def _memory(self) -> MemoryRegion:
+        if self._ram is None or self.state is VmState.EXITED:
             raise VmmError("the machine has ended")
-        number, size = self.image
-        try:
-            # Compared by name: device and inode in `maps` are not those of stat() on overlayfs and btrfs.
-            name = os.readlink(f"/proc/{self.pid}/fd/{number}").replace("\n", "\\012")
-            maps = Path(f"/proc/{self.pid}/maps").read_text(errors="surrogateescape")
-        except OSError as error:
-            raise VmmError(f"cannot read the memory map of QEMU {self.pid}: {error.strerror}") from error
-        regions, covered = [], 0
-        for line in maps.splitlines():
-            span, mode, offset, _device, _inode, *path = line.split(maxsplit=5)
-            if path == [name] and mode[1] == "w" and mode[3] == "p":
-                start, end = (int(x, 16) for x in span.split("-"))
-                regions.append(MemoryRegion(self.pid, start, int(offset, 16), end - start))
-                covered += end - start
-        if covered != size:
-            raise VmmError(f"QEMU maps {covered} of {size} bytes of its memory image")
-        return regions
+        return self._ram
 
     async def _read_serial(self) -> None:
         """Move what the ring has into `_serial`: reading empties it."""
@@ -586,6 +714,16 @@ def _state_pipe(state: Path) -> int:
         os.close(reader)
         raise VmmError(f"cannot hand over {state}: the pipe took {written} of {len(content)} bytes")
     return reader
+
+
+async def _in_thread(call: Callable[[], T]) -> T:
+    """Run what may block in a thread. A cancelled caller waits for it: it may just be opening files."""
+    work = asyncio.get_running_loop().run_in_executor(None, call)
+    try:
+        return await asyncio.shield(work)
+    except asyncio.CancelledError:
+        await asyncio.wait({work})
+        raise
 
 
 async def _together(*commands: Any) -> None:

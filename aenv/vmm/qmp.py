@@ -43,9 +43,9 @@ class _Message(msgspec.Struct):
     id: int | None = None
 
 
-def bind(directory: Path, name: str) -> socket.socket:
+def bind(directory: Path, name: str, kind: int = socket.SOCK_STREAM) -> socket.socket:
     """A listening socket `directory/name` to hand to a VMM: a client can connect before the VMM has even started."""
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    listener = socket.socket(socket.AF_UNIX, kind | socket.SOCK_CLOEXEC)
     try:
         # Through the directory's descriptor, because a socket address holds at most 107 bytes of path.
         fd = os.open(directory, os.O_PATH | os.O_DIRECTORY)

@@ -8,19 +8,24 @@ from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
-from aenv.errors import ConflictError, NotFoundError
+from aenv.errors import ConflictError, LimitError, NotFoundError, UnavailableError
 from aenv.observe import events
 from aenv.observe.logs import LogEntry, LogQuery, LogStore
 from aenv.observe.metrics import MetricPoint, MetricStore
 from aenv.sandbox.service import (
     CreateOptions,
+    ForkFailure,
     NetworkOptions,
+    NodeKind,
     OnTimeout,
     PauseMode,
     SandboxInfo,
     SandboxState,
+    SnapshotInfo,
     TemplateInfo,
+    TreeNode,
 )
+from aenv.storage.repository import split_name
 
 EPOCH = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -39,8 +44,12 @@ def template_info(template_id: str = "basetemplateid", *names: str) -> TemplateI
     )
 
 
+FORK_LIMIT = 16
+
+
 class FakeService:
-    """`failure`, when set, is raised by every call; `gate`, when set, holds creates back until it is set."""
+    """`failure`, when set, is raised by every call; `gate`, when set, holds creates back until it is set. A fork gives
+    the first `room` children a place."""
 
     def __init__(self) -> None:
         self.infos: dict[str, SandboxInfo] = {}
@@ -52,6 +61,8 @@ class FakeService:
         self.failure: Exception | None = None
         self.gate: asyncio.Event | None = None
         self.domain: str | None = None
+        self.snapshot_infos: list[SnapshotInfo] = []
+        self.room = FORK_LIMIT
 
     def _fail(self) -> None:
         if self.failure is not None:
@@ -166,10 +177,99 @@ class FakeService:
 
     async def template(self, name: str) -> TemplateInfo:
         self._fail()
+        stored = name.removesuffix(":default")
         for info in self.template_infos:
-            if name == info.id or name in info.names:
+            if stored == info.id or stored in info.names:
                 return info
+        for snapshot in self.snapshot_infos:
+            if stored == snapshot.id or stored in snapshot.names:
+                return template_info(snapshot.id, *snapshot.names)
         raise NotFoundError(f"template {name} was not found")
 
     async def delete_template(self, name: str) -> None:
-        self.template_infos.remove(await self.template(name))
+        found = await self.template(name)
+        self.template_infos = [info for info in self.template_infos if info.id != found.id]
+        self.snapshot_infos = [info for info in self.snapshot_infos if info.id != found.id]
+
+    def add_snapshot(self, **changes: object) -> SnapshotInfo:
+        """A snapshot that did not come through `snapshot`; a later one is newer."""
+        number = len(self.snapshot_infos) + 1
+        base = SnapshotInfo(
+            id=f"s{number}",
+            names=(),
+            sandbox_id="i1",
+            parent_id="basetemplateid",
+            created_at=EPOCH + timedelta(seconds=number),
+            cpu_count=2,
+            memory_mib=512,
+            disk_mib=1024,
+            memory=True,
+            memory_bytes=7 << 20,
+            disk_bytes=3 << 20,
+        )
+        info = replace(base, **changes)  # type: ignore[arg-type]
+        self.snapshot_infos.append(info)
+        return info
+
+    async def snapshot(self, sandbox_id: str, *, name: str | None = None, memory: bool = True) -> SnapshotInfo:
+        source = await self.get(sandbox_id)
+        if name is not None:
+            assert name == split_name(name), "the API hands names down as they are stored"
+            if any(name in info.names for info in self.template_infos):
+                raise ConflictError(f"a template is called {name}")
+        self.calls.append(("snapshot", name, memory))
+        self.snapshot_infos = [
+            replace(info, names=tuple(n for n in info.names if n != name)) for info in self.snapshot_infos
+        ]
+        names = () if name is None else (name,)
+        return self.add_snapshot(sandbox_id=source.id, parent_id=source.template_id, names=names, memory=memory)
+
+    async def snapshots(self) -> Sequence[SnapshotInfo]:
+        self._fail()
+        return self.snapshot_infos[::-1]
+
+    async def fork(self, sandbox_id: str, count: int, timeout: int) -> Sequence[SandboxInfo | ForkFailure]:
+        source = await self.get(sandbox_id)
+        if count > FORK_LIMIT:
+            raise LimitError(f"a fork may start {FORK_LIMIT} children")
+        if source.state is not SandboxState.RUNNING:
+            raise ConflictError(f"sandbox {sandbox_id} is {source.state}")
+        self.calls.append(("fork", count, timeout))
+        snapshot = self.add_snapshot(sandbox_id=source.id, parent_id=source.template_id)
+        full = ForkFailure(UnavailableError("no memory left", hint="end some sandboxes"))
+        return [
+            self.add(template_id=snapshot.id, envd_token=f"token-{number}") if number < self.room else full
+            for number in range(count)
+        ]
+
+    async def rollback(self, sandbox_id: str, snapshot: str) -> SandboxInfo:
+        source = await self.get(sandbox_id)
+        target = await self.template(snapshot)
+        if not any(info.id == target.id and info.sandbox_id == source.id for info in self.snapshot_infos):
+            raise ConflictError(f"{snapshot} is not a snapshot of sandbox {sandbox_id}")
+        self.calls.append(("rollback", target.id))
+        self.infos[sandbox_id] = replace(source, state=SandboxState.RUNNING)
+        return self.infos[sandbox_id]
+
+    async def tree(self) -> Sequence[TreeNode]:
+        self._fail()
+        return [
+            *(
+                TreeNode(NodeKind.TEMPLATE, info.id, None, info.names, info.created_at, None, 50 << 20, 400 << 20)
+                for info in self.template_infos
+            ),
+            *(
+                TreeNode(
+                    NodeKind.SNAPSHOT, info.id, info.parent_id, info.names, info.created_at, None,
+                    info.memory_bytes, info.disk_bytes,
+                )
+                for info in self.snapshot_infos
+            ),
+            *(
+                TreeNode(
+                    NodeKind.SANDBOX, info.id, info.template_id, (), info.started_at, info.state, 0, 4096,
+                    *((80 << 20, 5 << 20) if info.state is SandboxState.RUNNING else (None, None)),
+                )
+                for info in self.infos.values()
+            ),
+        ]  # fmt: skip

@@ -12,11 +12,14 @@ from hypothesis import strategies as st
 
 from aenv.api.models import (
     ConnectBody,
+    ForkBody,
     NetworkUpdateBody,
     NewSandbox,
     PauseBody,
     RefreshBody,
     ResumeBody,
+    RollbackBody,
+    SnapshotRequest,
     TimeoutBody,
 )
 from tests.api.conftest import Node
@@ -32,6 +35,9 @@ OPERATIONS: list[tuple[str, str, type]] = [
     ("POST", "/sandboxes/{id}/timeout", TimeoutBody),
     ("POST", "/sandboxes/{id}/refreshes", RefreshBody),
     ("PUT", "/sandboxes/{id}/network", NetworkUpdateBody),
+    ("POST", "/sandboxes/{id}/snapshots", SnapshotRequest),
+    ("POST", "/sandboxes/{id}/fork", ForkBody),
+    ("POST", "/sandboxes/{id}/rollback", RollbackBody),
 ]
 NESTED_NAMES = ["allowOut", "denyOut", "rules", "egressProxy", "address", "tokens", "enabled", "transform", "headers"]
 
@@ -90,11 +96,11 @@ def test_bodies_of_any_bytes(node: Node, method: str, template: str, model: Any)
 @ON_ONE_SERVER
 @given(
     st.sampled_from(["/sandboxes", "/v2/sandboxes", "/sandboxes/metrics", "/v2/templates", "/sandboxes/{id}/metrics",
-                     "/sandboxes/{id}/logs", "/v2/sandboxes/{id}/logs"]),
+                     "/sandboxes/{id}/logs", "/v2/sandboxes/{id}/logs", "/snapshots", "/tree"]),
     st.lists(
         st.tuples(
             st.sampled_from(["metadata", "state", "order", "startedAfter", "template", "nextToken", "limit", "start",
-                             "end", "cursor", "direction", "level", "search", "sandbox_ids"]),
+                             "end", "cursor", "direction", "level", "search", "sandbox_ids", "sandboxID", "name"]),
             st.text(max_size=30) | st.integers().map(str) | st.binary(max_size=8),
         ),
         max_size=4,
@@ -110,7 +116,24 @@ def test_queries(node: Node, template: str, pairs: list[tuple[str, str | bytes]]
 @given(
     st.sampled_from(["GET", "POST", "PUT", "DELETE", "PATCH", "OPTIONS"]),
     st.lists(
-        st.sampled_from(["sandboxes", "v2", "templates", "aliases", "health", "metrics", "logs", "", ".", ".."])
+        st.sampled_from(
+            [
+                "sandboxes",
+                "v2",
+                "templates",
+                "aliases",
+                "health",
+                "metrics",
+                "logs",
+                "snapshots",
+                "fork",
+                "rollback",
+                "tree",
+                "",
+                ".",
+                "..",
+            ]
+        )
         | st.text(max_size=8),
         max_size=5,
     ),

@@ -200,6 +200,59 @@ def test_update_network(node: Node, options: dict[str, Any]) -> None:
     assert not changed.internet
 
 
+def test_snapshots(node: Node, options: dict[str, Any]) -> None:
+    sandbox = Sandbox.create("base", **options)
+    plain = sandbox.create_snapshot(**options)
+    assert (plain.snapshot_id, plain.names) == ("s1:default", [])
+    named = Sandbox.create_snapshot(sandbox.sandbox_id, name="ns/ready:v1", mode="filesystem", **options)
+    assert (named.snapshot_id, named.names) == ("ns/ready:v1", ["ns/ready:v1"])
+    assert node.service.calls == [("snapshot", None, True), ("snapshot", "ns/ready:v1", False)]
+
+    for snapshot, template in ((plain, "s1"), (named, "s2")):
+        child = Sandbox.create(snapshot.snapshot_id, **options)
+        assert child.get_info(**options).template_id == template
+        assert Sandbox.delete_snapshot(snapshot.snapshot_id, **options) is True
+        assert Sandbox.delete_snapshot(snapshot.snapshot_id, **options) is False
+    with pytest.raises(SandboxNotFoundException):
+        Sandbox.create_snapshot("nonexistingsandbox", **options)
+    with pytest.raises(SandboxException, match="name"):
+        sandbox.create_snapshot(name="a b", **options)
+
+
+def test_snapshots_are_listed_in_pages(node: Node, options: dict[str, Any]) -> None:
+    for number in range(5):
+        node.service.add_snapshot(sandbox_id=f"i{number % 2}", names=(f"n{number}",))
+
+    def ids(**query: Any) -> list[str]:
+        pages = Sandbox.list_snapshots(**query, **options)
+        found = []
+        while pages.has_next:
+            found += [item.snapshot_id for item in pages.next_items()]
+        return found
+
+    assert ids() == ids(limit=2) == [f"n{number}:default" for number in (4, 3, 2, 1, 0)]
+    assert ids(sandbox_id="i1", limit=1) == ["n3:default", "n1:default"]
+    assert ids(name="n2") == ids(name="n2:default") == ids(name="s3") == ["n2:default"]
+    assert ids(name="n2-does-not-exist") == []
+
+
+def test_fork(node: Node, options: dict[str, Any]) -> None:
+    sandbox = Sandbox.create("base", **options)
+    (only,) = sandbox.fork(**options)
+    assert isinstance(only, Sandbox)
+    node.service.room = 1
+    child, failed = Sandbox.fork(sandbox.sandbox_id, count=2, timeout=60, **options)
+    assert isinstance(child, Sandbox)
+    assert child.sandbox_id in node.service.infos
+    assert isinstance(failed, ServiceBusyException)
+    assert node.service.calls == [("fork", 1, 15), ("fork", 2, 60)]
+    with pytest.raises(RateLimitException):
+        sandbox.fork(count=20, **options)
+    sandbox.kill(**options)
+    with pytest.raises(SandboxNotFoundException):
+        sandbox.fork(**options)
+
+
 @pytest.mark.parametrize("template", ["base", "basetemplateid"])
 def test_template_exists(node: Node, options: dict[str, Any], template: str) -> None:
     from e2b import Template

@@ -13,7 +13,8 @@ import pytest
 from click.testing import CliRunner
 
 from aenv._native.lsmt import Layer, Stack
-from aenv.cli.image import image_command, size_text
+from aenv.cli.image import image_command
+from aenv.cli.output import size_text
 from aenv.errors import InvalidInputError, NotFoundError
 from aenv.storage import image
 from tests.blocks.reader import read_layer

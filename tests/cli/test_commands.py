@@ -142,9 +142,26 @@ def test_the_daemons_words_are_shown(daemon: Fixture) -> None:
 
 @pytest.mark.parametrize("identity", ["no-such", "a b", "a/../b", "a?b#c", "ä", "{}", "%2e", ""])
 def test_strange_ids_do_not_exist(daemon: Fixture, identity: str) -> None:
-    for words in (("rm", identity), ("pause", identity), ("resume", identity), ("exec", identity, "true")):
+    for words in (
+        ("rm", identity), ("pause", identity), ("resume", identity), ("exec", identity, "true"), ("fork", identity),
+        ("rollback", identity, "s1"), ("snapshot", "create", identity),
+    ):  # fmt: skip
         daemon.refused(*words)
     assert all(call[1].startswith(("/sandboxes/", "/v2/sandboxes/")) for call in daemon.fake.calls)
+
+
+def test_words_that_are_not_utf8(daemon: Fixture) -> None:
+    for command in (("rm", "\udcff"), ("fork", "\udcff"), ("exec", "\udcff", "true")):
+        daemon.refused(*command)
+    daemon.fake.calls.clear()
+    for words in (
+        ("rollback", "i1", "\udcff"),
+        ("start", "-d", "\udcff"),
+        ("snapshot", "create", "i1", "--name", "\udcff"),
+    ):
+        assert daemon.refused(*words) == "aenv: '\\udcff': is not UTF-8\n"
+    daemon.refused("snapshot", "rm", "\udcff")
+    assert [call[0] for call in daemon.fake.calls if call[0] != "GET"] == []
 
 
 # Lists

@@ -23,6 +23,7 @@ GOOD: dict[str, tuple[str, str, str]] = {
     "network.max": ("1", "2", "4096"),
     "sandbox.max": ("1", "2", "10000"),
     "sandbox.max_timeout": ("1", "2", "1000000000"),
+    "sandbox.fork_limit": ("1", "16", "100"),
     "agent.timeout": ("1", "2", "600"),
 }
 NO_NUMBERS = ("x", "1.5", "-1", "99999999999", "0x10", "1 2", "nan")

@@ -19,7 +19,7 @@ from aenv.boot.cmdline import host_tsc_khz
 from aenv.boot.kernel import ensure_kernel
 from aenv.boot.modules import ModuleTree
 from aenv.snapshot.capture import capture_template
-from aenv.vmm.base import Disk, Machine, Vm, Vmm, VmmKind
+from aenv.vmm.base import Disk, Machine, MemoryMap, Vm, Vmm, VmmKind
 from aenv.vmm.qemu import QemuVmm
 
 MEMORY_MIB = 160
@@ -101,11 +101,8 @@ def build_machine(folder: Path) -> Machine:
 async def capture_guest(folder: Path) -> Guest:
     vmm = await QemuVmm.detect(VmmKind.QEMU_TCG)
     machine = build_machine(folder)
-    blank = folder / "blank"
-    with blank.open("wb") as file:
-        file.truncate(MEMORY_MIB << 20)
     disk = new_disk(folder / "disk")
-    vm = await vmm.boot(machine, memory_image=blank, disk=disk, nic=None, run_dir=folder / "run")
+    vm = await vmm.boot(machine, disk=disk, nic=None, run_dir=folder / "run")
     async with killed(vm):
         await console(vm, "round 0: IDLE")
         await capture_template(vm, folder, parent_image=None)
@@ -120,5 +117,12 @@ def guest(tmp_path_factory: pytest.TempPathFactory):
 
 
 async def prepared(guest: Guest, run_dir: Path, vmm: Vmm | None = None, base: Path | None = None) -> Vm:
+    """A machine that waits for the guest's state, with the guest's memory."""
     vmm = vmm or await QemuVmm.detect(VmmKind.QEMU_TCG)
-    return await vmm.prepare(guest.machine, memory_image=guest.memory, nic=None, run_dir=run_dir, base=base)
+    vm = await vmm.prepare(guest.machine, nic=None, run_dir=run_dir, base=base)
+    try:
+        await vm.map_memory(MemoryMap.whole(guest.memory, MEMORY_MIB << 20))
+    except BaseException:
+        await vm.kill()
+        raise
+    return vm
