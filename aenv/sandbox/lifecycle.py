@@ -25,6 +25,7 @@ from aenv.errors import (
     LimitError,
     NotFoundError,
     UnavailableError,
+    VmmError,
 )
 from aenv.network.base import Policy
 from aenv.observe.events import Event
@@ -43,12 +44,14 @@ from aenv.sandbox.telemetry import Telemetry
 from aenv.sandbox.tokens import Tokens
 from aenv.snapshot.manifest import MANIFEST_NAME
 from aenv.storage.repository import Repository, Template
+from aenv.vmm.base import VmState
 
 log = logging.getLogger("aenv.sandbox")
 T = TypeVar("T")
 
 HEALTH_TIMEOUT = 5.0  # seconds
 SYNC_TIMEOUT = 30.0  # seconds in which a guest has to write its dirty pages to its disk
+IO_RETRY_FIRST, IO_RETRY_LAST = 0.05, 5.0  # seconds until a failed disk request is tried again
 PAUSE_RETRY = 30.0  # seconds until an automatic pause that failed is tried again
 LINEAGE = 64  # ancestors that a record remembers
 ALIVE = (
@@ -442,6 +445,29 @@ class Lifecycle:
     def watch(self, sandbox: Sandbox, running: Running) -> None:
         """Notice the end of a machine."""
         running.vm.exited.add_done_callback(lambda _: self._machine_ended(sandbox, running))
+        running.vm.on_io_error = lambda problem: self._io_failed(sandbox, running, problem)
+
+    def _io_failed(self, sandbox: Sandbox, running: Running, problem: str) -> None:
+        if sandbox.running is running and not sandbox.doomed and not running.retrying:
+            running.retrying = True
+            self.event(sandbox, Event.FAILED, f"the disk does not answer, the guest waits: {problem}")
+            self.own(self._retry_io(sandbox, running))
+
+    async def _retry_io(self, sandbox: Sandbox, running: Running) -> None:
+        """The guest stands still because its disk failed (the host's is full, the block server is being restarted): it
+        has seen nothing, and the request is tried again until it works or the machine's time is over."""
+        delay = IO_RETRY_FIRST
+        while sandbox.running is running and not sandbox.doomed and not self.closing:
+            await asyncio.wait([running.vm.exited, running.closed], timeout=delay)
+            async with sandbox.lock:
+                if sandbox.running is not running or running.vm.state is not VmState.IO_ERROR:
+                    break  # it has run for all of `delay`, or is gone
+                delay = min(delay * 2, IO_RETRY_LAST)
+                try:
+                    await running.vm.resume()
+                except VmmError as error:
+                    log.warning("sandbox %s: %s", sandbox.id, error)
+        running.retrying = False
 
     def _machine_ended(self, sandbox: Sandbox, running: Running) -> None:
         if sandbox.running is running and not sandbox.doomed:

@@ -96,6 +96,7 @@ class Running:
     memory_layers: tuple[str, ...]  # what its RAM was made of, files in the disk's folder; empty after a cold boot
     memory: MemoryMap | None  # the same, as the next capture compares with it
     closed: asyncio.Future[None] = field(default_factory=_future)  # done when connections must be dropped
+    retrying: bool = False  # a failed disk request is being tried again
     console: int = 0  # bytes of the guest's serial console that were read as lines
 
     async def console_lines(self) -> list[str]:
