@@ -72,7 +72,7 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("network.uplink", _uplink, Uplink.parse("host"), "way out of a sandbox: host, none, or netns:NAME"),
     Setting("vmm.kind", _choice("auto", "qemu-kvm", "qemu-tcg"), "auto", "VM monitor; auto takes the best there is"),
     Setting("vmm.pool", _whole(0, 64), 2, "VMM processes kept ready per hot snapshot"),
-    Setting("vmm.pool_max", _whole(0, 256), 16, "how many of them demand (forks, resumes) may raise that to for a while"),
+    Setting("vmm.pool_max", _whole(0, 256), 16, "what demand (forks, resumes) may raise that to for a while"),
     Setting("vmm.hot", _whole(0, 64), 2, "how many snapshots have a pool at a time (the last used ones)"),
     Setting("network.pool", _whole(0, 256), 4, "network slots kept ready"),
     Setting("network.max", _whole(1, 4096), 1024, "network slots that may exist at a time"),

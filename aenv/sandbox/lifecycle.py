@@ -39,7 +39,7 @@ from aenv.sandbox.service import (
     SandboxInfo,
     SandboxState,
 )
-from aenv.sandbox.store import Machine, Record, Store, now
+from aenv.sandbox.store import Machine, Record, Store, boot_id, now
 from aenv.sandbox.telemetry import Telemetry
 from aenv.sandbox.tokens import Tokens
 from aenv.snapshot.manifest import MANIFEST_NAME
@@ -136,7 +136,6 @@ class Lifecycle:
             try:
                 if memory:
                     captured = await self.machines.capture(running, restack=False)
-                    await self.machines.settle(running.disk.folder, captured, ())
                     record.memory, record.state_file = [*record.memory, captured.memory], captured.state
                     stats = captured.stats
                     detail = f"{reason}; {stats.stored_pages} pages in {stats.total_s * 1000:.0f} ms"
@@ -145,12 +144,12 @@ class Lifecycle:
                     record.memory, record.state_file = [], None
                     detail = f"{reason}; disk only"
                 record.disk, record.upper = [*record.disk, running.disk.upper], None
-                record.machine = None
-                # On record for good before the answer: the only other copy of the memory is about to go.
-                self.store.transition(record, (SandboxState.PAUSING,), SandboxState.PAUSED, durable=True)
+                record.machine, record.unsettled = None, boot_id()
+                # The files are in the page cache, which outlives every process; `_end_former` has them reach the disk.
+                self.store.transition(record, (SandboxState.PAUSING,), SandboxState.PAUSED)
             except BaseException as error:
                 record.disk, record.memory, record.upper = before
-                record.state_file = None
+                record.state_file = record.unsettled = None
                 await self._unpause(sandbox, running)
                 if not isinstance(error, AenvError):
                     log.exception("pause of sandbox %s failed", sandbox.id)
@@ -258,7 +257,7 @@ class Lifecycle:
             await running.vm.resume()
             await self.initialise(sandbox, running)
             record.end_at = now() + timeout
-            state, record.state_file = record.state_file, None
+            state, record.state_file, record.unsettled = record.state_file, None, None
             try:
                 self.store.transition(record, sources, SandboxState.RUNNING)
             except BaseException:
@@ -372,17 +371,25 @@ class Lifecycle:
         self.telemetry.forget(sandbox)
 
     async def _end_former(self, sandbox: Sandbox) -> None:
-        """End the machine of the last pause, then seal what it wrote."""
+        """End the machine of the last pause and let what it left reach the disk."""
         if sandbox.former is None or not await self.end_machine(sandbox, sandbox.former):
             return
-        folder, sandbox.former = sandbox.former.disk.folder, None
-        if sandbox.doomed:
-            return
+        sandbox.former = None
+        if not sandbox.doomed:
+            await self.settle(sandbox)
+
+    async def settle(self, sandbox: Sandbox) -> None:
+        """Make the pause of a sandbox durable. What fails now is tried again at the next resume or start."""
+        record = sandbox.record
         try:
-            await self.machines.settle(folder, None, tuple(sandbox.record.disk))
-        except AenvError as error:  # it is durable already, and sealed at the latest when it is opened
-            log.warning("the disk of sandbox %s could not be sealed yet: %s", sandbox.id, error)
-        self.tidy(sandbox)
+            await self.machines.settle(sandbox.checkpoint(self.machines.directory(sandbox.id)))
+        except (AenvError, OSError) as error:
+            log.warning("the pause of sandbox %s is not on the disk yet: %s", sandbox.id, error)
+            return
+        if not sandbox.doomed and sandbox.state is SandboxState.PAUSED:
+            record.unsettled = None
+            self.store.save(record, durable=True)
+            self.tidy(sandbox)
 
     async def end_machine(self, sandbox: Sandbox, running: Running) -> bool:
         """End a machine. What cannot be ended now holds up nobody: the next start of the daemon sweeps it."""
@@ -458,7 +465,8 @@ class Lifecycle:
         has seen nothing, and the request is tried again until it works or the machine's time is over."""
         delay = IO_RETRY_FIRST
         while sandbox.running is running and not sandbox.doomed and not self.closing:
-            await asyncio.wait([running.vm.exited, running.closed], timeout=delay)
+            events: list[asyncio.Future[Any]] = [running.vm.exited, running.closed]
+            await asyncio.wait(events, timeout=delay)
             async with sandbox.lock:
                 if sandbox.running is not running or running.vm.state is not VmState.IO_ERROR:
                     break  # it has run for all of `delay`, or is gone

@@ -158,7 +158,6 @@ class Machines:
             hot=hot,
             broken=_has_died,
             quiet=WARM_UP_QUIET,
-
         )
         self._reserved: dict[str, Warmed] = {}  # by the id of the sandbox that gets it
 
@@ -369,10 +368,14 @@ class Machines:
         running.memory_layers = tuple(layers)
         running.memory = await self._map(shape, [running.disk.folder / name for name in layers]) if layers else None
 
-    async def settle(self, folder: Path, captured: Captured | None, layers: tuple[str, ...]) -> None:
-        """Make a capture and the disk layers below it durable."""
-        if captured is not None:
-            await sync_capture(folder / captured.state, folder / captured.memory)
+    async def settle(self, checkpoint: Checkpoint) -> None:
+        """Make all files of a checkpoint durable."""
+        if checkpoint.state_file is not None:
+            await sync_capture(checkpoint.state_file, checkpoint.memory_layers[-1])
+        await self._disks.seal(checkpoint.directory, checkpoint.disk)
+
+    async def seal(self, folder: Path, layers: Sequence[str]) -> None:
+        """Make disk layers durable and sealed."""
         await self._disks.seal(folder, layers)
 
     # End and adoption

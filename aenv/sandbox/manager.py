@@ -28,7 +28,6 @@ from aenv.sandbox.service import (
     NetworkOptions,
     OnTimeout,
     SandboxInfo,
-    SandboxState,
     SnapshotInfo,
     TemplateInfo,
     TreeNode,
@@ -228,7 +227,9 @@ class Manager:
             raise InvalidInputError("count", f"must be at least 1, got {count}")
         limit = self._config["sandbox.fork_limit"]
         if count > limit:
-            raise LimitError(f"a fork makes at most {limit} children, {count} were asked for", hint="raise sandbox.fork_limit")
+            raise LimitError(
+                f"a fork makes at most {limit} children, {count} were asked for", hint="raise sandbox.fork_limit"
+            )
         if self._life.closing:
             raise UnavailableError("the daemon is stopping")
         return await self._life.do(self._snapshots.fork(sandbox, count, timeout))
@@ -304,7 +305,8 @@ class Manager:
 
 def _snapshot_info(template: Template) -> SnapshotInfo:
     manifest = template.manifest
-    assert manifest.sandbox is not None and manifest.parent is not None
+    assert manifest.sandbox is not None
+    assert manifest.parent is not None
     return SnapshotInfo(
         id=template.id,
         names=template.names,

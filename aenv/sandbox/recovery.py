@@ -11,7 +11,7 @@ from aenv.sandbox.lifecycle import Lifecycle
 from aenv.sandbox.live import Sandbox
 from aenv.sandbox.service import SandboxState
 from aenv.sandbox.snapshots import Snapshots
-from aenv.sandbox.store import Record
+from aenv.sandbox.store import Record, boot_id
 from aenv.snapshot.manifest import Manifest
 from aenv.storage.repository import Template
 
@@ -55,7 +55,10 @@ class Recovery:
             return
         sandbox = self._life.sandboxes[record.id] = Sandbox(record, template)
         state = record.state
-        if state is SandboxState.PAUSED or (state is SandboxState.RESUMING and record.machine is None):
+        if record.unsettled not in (None, boot_id()):
+            async with sandbox.lock:
+                await self._life.lose(sandbox, "the host went down before its pause was on the disk")
+        elif state is SandboxState.PAUSED or (state is SandboxState.RESUMING and record.machine is None):
             await self._back_to_paused(sandbox)
         elif state in HAS_MACHINE and record.machine is not None:
             await self._adopt(sandbox)
@@ -112,6 +115,8 @@ class Recovery:
         record.machine = record.upper = None
         self._store.transition(record, (record.state,), SandboxState.PAUSED)
         self._life.tidy(sandbox)
+        if record.unsettled is not None:
+            sandbox.ending = self._life.own(self._life.settle(sandbox))
 
     async def _abandon(self, record: Record) -> None:
         if record.machine is not None:

@@ -24,7 +24,7 @@ from aenv.network.base import Policy
 from aenv.observe.events import Event
 from aenv.sandbox.lifecycle import LINEAGE, Lifecycle
 from aenv.sandbox.live import Sandbox
-from aenv.sandbox.machines import Captured, Running, new_sandbox_id
+from aenv.sandbox.machines import Running, new_sandbox_id
 from aenv.sandbox.policy import egress_policy
 from aenv.sandbox.service import ForkFailure, SandboxInfo, SandboxState
 from aenv.sandbox.store import now
@@ -99,23 +99,19 @@ class Snapshots:
         staged = self._staging / f"{state.value}-{secrets.token_hex(6)}"
         staged.mkdir(mode=0o711)
         try:
-            folder = self._machines.directory(sandbox.id)
             if sandbox.state is SandboxState.PAUSED:
                 if sandbox.ending is not None:
                     await asyncio.wait([sandbox.ending])
-                checkpoint = sandbox.checkpoint(folder)
+                checkpoint = sandbox.checkpoint(self._machines.directory(sandbox.id))
                 if not memory:
                     checkpoint = replace(checkpoint, memory=(), state=None)
-                staged_checkpoint = self._link(checkpoint, staged)
-                if durable:
-                    await self._machines.settle(folder, None, checkpoint.disk)
             else:
-                checkpoint, captured = await self._capture(sandbox, state, memory=memory)
-                staged_checkpoint = self._link(checkpoint, staged)
-                if durable:
-                    await self._machines.settle(folder, captured, checkpoint.disk)
-                if captured is not None:
-                    (folder / captured.state).unlink()  # of use only with the memory as it was
+                checkpoint = await self._capture(sandbox, state, memory=memory)
+            staged_checkpoint = self._link(checkpoint, staged)
+            if durable:
+                await self._machines.settle(checkpoint)
+            if checkpoint.state_file is not None and sandbox.is_up:
+                checkpoint.state_file.unlink()  # of use only with the memory as it was
             yield staged_checkpoint
         finally:
             if staged.exists():
@@ -126,9 +122,7 @@ class Snapshots:
         (staged / MANIFEST_NAME).hardlink_to(checkpoint.directory / MANIFEST_NAME)
         return checkpoint.link_into(staged)
 
-    async def _capture(
-        self, sandbox: Sandbox, state: SandboxState, *, memory: bool
-    ) -> tuple[Checkpoint, Captured | None]:
+    async def _capture(self, sandbox: Sandbox, state: SandboxState, *, memory: bool) -> Checkpoint:
         """Capture a running sandbox, which runs on. The files are in its directory."""
         life, record = self._life, sandbox.record
         running = life.machine_of(sandbox)
@@ -159,7 +153,7 @@ class Snapshots:
         await self._go_on(sandbox, running, state, problem, whole=not problem)
         if captured is not None:
             await self._machines.remember(running, sandbox.template.machine, record.memory)
-        checkpoint = Checkpoint(
+        return Checkpoint(
             running.disk.folder,
             sandbox.template.machine,
             tuple(record.disk),
@@ -167,7 +161,6 @@ class Snapshots:
             () if captured is None else tuple(record.memory),
             None if captured is None else captured.state,
         )
-        return checkpoint, captured
 
     async def _go_on(
         self, sandbox: Sandbox, running: Running, state: SandboxState, problem: str, *, whole: bool = True
@@ -204,9 +197,7 @@ class Snapshots:
         async with AsyncExitStack() as stack:
             async with sandbox.lock:
                 life.machine_of(sandbox)
-                checkpoint = await stack.enter_async_context(
-                    self._staged(sandbox, SandboxState.FORKING, durable=False)
-                )
+                checkpoint = await stack.enter_async_context(self._staged(sandbox, SandboxState.FORKING, durable=False))
             memory = await self._machines.map_memory(checkpoint)
             turn = asyncio.Semaphore(STARTS_AT_ONCE)
             children = await asyncio.gather(
@@ -221,7 +212,7 @@ class Snapshots:
         """What a fork has frozen of the disk becomes an ordinary layer, in the background."""
         async with sandbox.lock:
             if not sandbox.doomed:
-                await self._machines.settle(self._machines.directory(sandbox.id), None, tuple(sandbox.record.disk))
+                await self._machines.seal(self._machines.directory(sandbox.id), sandbox.record.disk)
 
     async def _child(
         self, source: Sandbox, checkpoint: Checkpoint, memory: MemoryMap, timeout: int, turn: asyncio.Semaphore
@@ -234,9 +225,7 @@ class Snapshots:
                 options = replace(source.record.options, timeout=timeout)
                 lineage = [source.id, *source.record.lineage]
                 child = life.add(source.template, options, lineage, new_sandbox_id())
-                making = self._machines.branch(
-                    source.template, checkpoint, child.id, _policy(source), memory=memory
-                )
+                making = self._machines.branch(source.template, checkpoint, child.id, _policy(source), memory=memory)
                 return await life.create(child, making, f"sandbox {source.id}")
             except AenvError as error:
                 return ForkFailure(error)

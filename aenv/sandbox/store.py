@@ -10,7 +10,8 @@ from __future__ import annotations
 import os
 import sqlite3
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -60,6 +61,7 @@ class Record(msgspec.Struct, kw_only=True):
     upper: str | None = None
     memory: list[str] = []
     state_file: str | None = None  # device state of a paused sandbox; None when only its file system was kept
+    unsettled: str | None = None  # id of the boot of the host in which the last pause was not on the disk yet
     lineage: list[str] = []
     machine_id: str | None = None  # /etc/machine-id of the guest: the same for all incarnations
 
@@ -111,20 +113,29 @@ class Store:
             "INSERT INTO sandboxes VALUES (?, ?, ?)", (record.id, record.state, msgspec.json.encode(record))
         )
 
-    def save(self, record: Record) -> None:
+    def save(self, record: Record, *, durable: bool = False) -> None:
         """Write a changed record back. The state must not have changed: that is `transition`'s work."""
-        done = self._db.execute(
-            "UPDATE sandboxes SET record = ? WHERE id = ? AND state = ?",
-            (msgspec.json.encode(record), record.id, record.state),
-        )
+        with self._durably(durable):
+            done = self._db.execute(
+                "UPDATE sandboxes SET record = ? WHERE id = ? AND state = ?",
+                (msgspec.json.encode(record), record.id, record.state),
+            )
         if done.rowcount != 1:
             raise NotFoundError(f"sandbox {record.id} is not in state {record.state} in the store")
 
-    def transition(
-        self, record: Record, sources: Iterable[SandboxState], target: SandboxState, *, durable: bool = False
-    ) -> None:
-        """Compare-and-set of the state; writes the whole record with it. With `durable` it also survives a power cut,
-        at the price of some milliseconds.
+    @contextmanager
+    def _durably(self, durable: bool) -> Iterator[None]:
+        """With `durable` the commit also survives a power cut, at the price of some milliseconds."""
+        if durable:
+            self._db.execute("PRAGMA synchronous=FULL")  # the WAL is synced with this commit
+        try:
+            yield
+        finally:
+            if durable:
+                self._db.execute("PRAGMA synchronous=NORMAL")
+
+    def transition(self, record: Record, sources: Iterable[SandboxState], target: SandboxState) -> None:
+        """Compare-and-set of the state; writes the whole record with it.
 
         Raises ConflictError (and changes nothing) when the sandbox is in none of `sources`.
         """
@@ -134,8 +145,6 @@ class Store:
             raise ConflictError(f"sandbox {record.id} is {before.value}")
         record.state = target
         try:
-            if durable:
-                self._db.execute("PRAGMA synchronous=FULL")  # the WAL is synced with this commit
             done = self._db.execute(
                 "UPDATE sandboxes SET state = ?, record = ? WHERE id = ? AND state = ?",
                 (target, msgspec.json.encode(record), record.id, before),
@@ -143,9 +152,6 @@ class Store:
         except BaseException:
             record.state = before  # what is in memory is what is on disk
             raise
-        finally:
-            if durable:
-                self._db.execute("PRAGMA synchronous=NORMAL")
         if done.rowcount != 1:
             record.state = before
             raise ConflictError(f"sandbox {record.id} is no longer {before.value}")
@@ -167,6 +173,11 @@ class Store:
                 ) from error
             records.append(record)
         return records
+
+
+def boot_id() -> str:
+    """Names this boot of the host."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def now() -> float:
