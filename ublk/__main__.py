@@ -17,12 +17,17 @@ log = logging.getLogger("aenv.blockd")
 @click.command()
 @click.option("--socket", "socket_path", type=click.Path(path_type=Path), required=True, help="Control socket to make.")
 @click.option("--mount", "directory", type=click.Path(path_type=Path), required=True, help="Where images appear.")
-def main(socket_path: Path, directory: Path) -> None:
+@click.option("--state", type=click.Path(path_type=Path), help="What is served, for the next server; SOCKET.state.")
+@click.option("--kept", multiple=True, type=int, help="Inherited descriptor of the mount of a server that died.")
+@click.option("--ready", type=int, help="Inherited descriptor that gets a byte when requests are accepted.")
+def main(socket_path: Path, directory: Path, state: Path | None, kept: tuple[int, ...], ready: int | None) -> None:
     """Serve overlaybd images as files, controlled over a Unix socket."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     _avoid_oom_killer()
+    state = state or socket_path.with_name(f"{socket_path.name}.state")
+    server = Server(socket_path.absolute(), directory.absolute(), state.absolute(), kept=kept, ready=ready)
     try:
-        asyncio.run(Server(socket_path.absolute(), directory.absolute()).run())
+        asyncio.run(server.run())
     except AenvError as error:
         raise click.ClickException(str(error)) from error
 

@@ -1,29 +1,19 @@
-#define FUSE_USE_VERSION 312
 #define _GNU_SOURCE
 #include "c_fuse.h"
 
 #include <errno.h>
-#include <fcntl.h>
-#include <fuse3/fuse_lowlevel.h>
 #include <linux/falloc.h>
 #include <pthread.h>
-#include <signal.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/mount.h>
-#include <sys/prctl.h>
 #include <sys/stat.h>
-#include <sys/statfs.h>
-#include <unistd.h>
+
+#include "c_fuse_session.h"
 
 #define SECTOR 512u
-#define LARGEST (1u << 20) /* bytes of one request */
-#define FOREVER 86400.0    /* seconds the kernel may believe our attributes; a change is told to it */
+#define FOREVER 86400.0 /* seconds the kernel may believe our attributes; a change is told to it */
 #define ROOT_MODE (S_IFDIR | 0711)
-
-#ifndef PR_SET_IO_FLUSHER
-#define PR_SET_IO_FLUSHER 57
-#endif
+#define BUCKETS 1024u
 
 /* The answer to OPEN. Written out here because libfuse 3.14 cannot set the newest flag (Linux 6.2): without it the
  * kernel lets only one write at a time into a file. */
@@ -35,7 +25,7 @@ _Static_assert(sizeof(struct open_out) == 16, "fuse_open_out");
 enum { OPEN_DIRECT_IO = 1, OPEN_KEEP_CACHE = 2, OPEN_NOFLUSH = 32, OPEN_PARALLEL_DIRECT_WRITES = 64 };
 
 struct file {
-    struct file *next;
+    struct file *next, *same_bucket;
     char *name;
     struct block_device *device;
     fuse_ino_t ino;
@@ -49,41 +39,21 @@ struct file {
 };
 
 struct fuse_front {
+    struct connection *connection;
     struct fuse_session *session;
-    char *directory;
-    pthread_t thread;
-    pthread_mutex_t lock; /* the list, and `opens` of its files */
+    struct fuse_record *record;
+    /* `table` guards list and buckets; `lock`, which is taken before it, the record and `opens` of files. A file that
+     * is open is not removed: requests for it use it without a lock. */
+    pthread_rwlock_t table;
+    pthread_mutex_t lock;
     pthread_cond_t closed;
     struct file *files;
-    fuse_ino_t next_ino; /* never used twice: the kernel's caches cannot mix up two images */
+    struct file *buckets[BUCKETS];
 };
-
-/* --- buffers of the worker threads, which libfuse starts and ends ---------------------------------------------- */
-
-static pthread_key_t buffer_key;
-static pthread_once_t buffer_once = PTHREAD_ONCE_INIT;
-
-static void make_buffer_key(void) { pthread_key_create(&buffer_key, free); }
-
-static char *thread_buffer(void)
-{
-    void *buffer;
-    pthread_once(&buffer_once, make_buffer_key);
-    if ((buffer = pthread_getspecific(buffer_key)))
-        return buffer;
-    if (posix_memalign(&buffer, 4096, LARGEST + 2 * SECTOR))
-        return NULL;
-    if (pthread_setspecific(buffer_key, buffer)) {
-        free(buffer);
-        return NULL;
-    }
-    return buffer;
-}
 
 /* --- files ----------------------------------------------------------------------------------------------------- */
 
 static struct fuse_front *front_of(fuse_req_t req) { return fuse_req_userdata(req); }
-static struct file *file_of(struct fuse_file_info *info) { return (struct file *)(uintptr_t)info->fh; }
 
 static struct file *find_name(struct fuse_front *front, const char *name)
 {
@@ -95,9 +65,21 @@ static struct file *find_name(struct fuse_front *front, const char *name)
 
 static struct file *find_ino(struct fuse_front *front, fuse_ino_t ino)
 {
-    struct file *file = front->files;
+    struct file *file = front->buckets[ino % BUCKETS];
     while (file && file->ino != ino)
-        file = file->next;
+        file = file->same_bucket;
+    return file;
+}
+
+/* The file that an open description belongs to. Found by its inode: a pointer would mean nothing to the next server. */
+static struct file *file_of(fuse_req_t req, fuse_ino_t ino)
+{
+    struct fuse_front *front = front_of(req);
+    pthread_rwlock_rdlock(&front->table);
+    struct file *file = find_ino(front, ino);
+    pthread_rwlock_unlock(&front->table);
+    if (!file)
+        fuse_reply_err(req, ESTALE);
     return file;
 }
 
@@ -114,7 +96,7 @@ static void fill_attributes(const struct file *file, struct stat *out)
 static void op_init(void *opaque, struct fuse_conn_info *connection)
 {
     (void)opaque;
-    connection->max_write = LARGEST;
+    connection->max_write = REQUEST_LARGEST;
     connection->max_background = 256;
     connection->congestion_threshold = 192;
     connection->want |= connection->capable & (FUSE_CAP_ASYNC_DIO | FUSE_CAP_PARALLEL_DIROPS);
@@ -129,13 +111,13 @@ static void op_lookup(fuse_req_t req, fuse_ino_t parent, const char *name)
     struct fuse_front *front = front_of(req);
     /* No entry time-out: a name can go and come back as another image. */
     struct fuse_entry_param entry = {.attr_timeout = FOREVER};
-    pthread_mutex_lock(&front->lock);
+    pthread_rwlock_rdlock(&front->table);
     struct file *file = parent == FUSE_ROOT_ID ? find_name(front, name) : NULL;
     if (file) {
         entry.ino = file->ino;
         fill_attributes(file, &entry.attr);
     }
-    pthread_mutex_unlock(&front->lock);
+    pthread_rwlock_unlock(&front->table);
     if (file)
         fuse_reply_entry(req, &entry);
     else
@@ -148,11 +130,11 @@ static bool attributes_of(struct fuse_front *front, fuse_ino_t ino, struct stat 
         *out = (struct stat){.st_ino = ino, .st_mode = ROOT_MODE, .st_nlink = 2};
         return true;
     }
-    pthread_mutex_lock(&front->lock);
+    pthread_rwlock_rdlock(&front->table);
     struct file *file = find_ino(front, ino);
     if (file)
         fill_attributes(file, out);
-    pthread_mutex_unlock(&front->lock);
+    pthread_rwlock_unlock(&front->table);
     return file;
 }
 
@@ -181,36 +163,52 @@ static void op_setattr(fuse_req_t req, fuse_ino_t ino, struct stat *wanted, int 
         fuse_reply_attr(req, &attributes, FOREVER);
 }
 
+/* Counts an open description, once also if its request comes again after a crash. Gives the file, or NULL and why. */
+static struct file *count_open(struct fuse_front *front, fuse_ino_t ino, int *rc)
+{
+    uint64_t fh = request_number();
+    pthread_mutex_lock(&front->lock);
+    pthread_rwlock_rdlock(&front->table);
+    struct file *file = find_ino(front, ino);
+    pthread_rwlock_unlock(&front->table);
+    *rc = !file ? -ESTALE : 0;
+    if (file && !(request_is_resent() && record_has_handle(front->record, fh)) &&
+        (*rc = record_add_handle(front->record, fh, ino)) == 0)
+        file->opens++;
+    pthread_mutex_unlock(&front->lock);
+    return *rc ? NULL : file;
+}
+
+static void count_close(struct fuse_front *front, fuse_ino_t ino, uint64_t fh)
+{
+    pthread_mutex_lock(&front->lock);
+    pthread_rwlock_rdlock(&front->table);
+    struct file *file = find_ino(front, ino);
+    pthread_rwlock_unlock(&front->table);
+    if (record_remove_handle(front->record, fh) == 0 && file && --file->opens == 0)
+        pthread_cond_broadcast(&front->closed);
+    pthread_mutex_unlock(&front->lock);
+}
+
 static void op_open(fuse_req_t req, fuse_ino_t ino, struct fuse_file_info *info)
 {
     struct fuse_front *front = front_of(req);
+    int rc;
     (void)info; /* a read-only image may be opened for writing: QEMU does so even for private mappings */
-    pthread_mutex_lock(&front->lock);
-    struct file *file = find_ino(front, ino);
-    if (file)
-        file->opens++;
-    pthread_mutex_unlock(&front->lock);
+    struct file *file = count_open(front, ino, &rc);
     if (!file) {
-        fuse_reply_err(req, ESTALE);
+        fuse_reply_err(req, -rc);
         return;
     }
-    struct open_out out = {.fh = (uintptr_t)file, .open_flags = OPEN_NOFLUSH};
+    struct open_out out = {.fh = request_number(), .open_flags = OPEN_NOFLUSH};
     out.open_flags |= file->cached ? OPEN_KEEP_CACHE : OPEN_DIRECT_IO | OPEN_PARALLEL_DIRECT_WRITES;
-    if (fuse_reply_buf(req, (const char *)&out, sizeof out) == -ENOENT) { /* the opener was interrupted */
-        pthread_mutex_lock(&front->lock);
-        file->opens--;
-        pthread_mutex_unlock(&front->lock);
-    }
+    if (fuse_reply_buf(req, (const char *)&out, sizeof out) == -ENOENT) /* the opener was interrupted */
+        count_close(front, ino, out.fh);
 }
 
 static void op_release(fuse_req_t req, fuse_ino_t ino, struct fuse_file_info *info)
 {
-    struct fuse_front *front = front_of(req);
-    (void)ino;
-    pthread_mutex_lock(&front->lock);
-    if (--file_of(info)->opens == 0)
-        pthread_cond_broadcast(&front->closed);
-    pthread_mutex_unlock(&front->lock);
+    count_close(front_of(req), ino, info->fh);
     fuse_reply_err(req, 0);
 }
 
@@ -218,12 +216,15 @@ static void op_release(fuse_req_t req, fuse_ino_t ino, struct fuse_file_info *in
 
 static void op_read(fuse_req_t req, fuse_ino_t ino, size_t length, off_t offset, struct fuse_file_info *info)
 {
-    struct block_device *device = file_of(info)->device;
+    struct file *file = file_of(req, ino);
+    (void)info;
+    if (!file)
+        return;
+    struct block_device *device = file->device;
     uint64_t size = device->size(device), at = (uint64_t)offset;
-    char *buffer = thread_buffer();
-    (void)ino;
-    if (!buffer || length > LARGEST) {
-        fuse_reply_err(req, buffer ? EINVAL : ENOMEM);
+    char *buffer = request_buffer();
+    if (length > REQUEST_LARGEST) {
+        fuse_reply_err(req, EINVAL);
         return;
     }
     if (at >= size) {
@@ -244,9 +245,10 @@ static int write_partial(struct file *file, const char *data, size_t length, uin
 {
     struct block_device *device = file->device;
     size_t head = at % SECTOR, whole = (head + length + SECTOR - 1) / SECTOR * SECTOR;
-    char *buffer = thread_buffer();
-    if (!buffer)
+    void *memory;
+    if (posix_memalign(&memory, 4096, whole))
         return -ENOMEM;
+    char *buffer = memory;
     pthread_mutex_lock(&file->partial);
     int rc = device->read(device, buffer, whole, at - head);
     if (!rc && data)
@@ -256,21 +258,24 @@ static int write_partial(struct file *file, const char *data, size_t length, uin
     if (!rc)
         rc = device->write(device, buffer, whole, at - head);
     pthread_mutex_unlock(&file->partial);
+    free(memory);
     return rc;
 }
 
 static void op_write(fuse_req_t req, fuse_ino_t ino, const char *data, size_t length, off_t offset,
                      struct fuse_file_info *info)
 {
-    struct file *file = file_of(info);
-    uint64_t size = file->device->size(file->device), at = (uint64_t)offset;
+    struct file *file = file_of(req, ino);
     int rc;
-    (void)ino;
+    (void)info;
+    if (!file)
+        return;
+    uint64_t size = file->device->size(file->device), at = (uint64_t)offset;
     if (file->device->read_only)
         rc = -EROFS;
     else if (at > size || length > size - at)
         rc = -ENOSPC; /* as a block device answers */
-    else if (length > LARGEST)
+    else if (length > REQUEST_LARGEST)
         rc = -EINVAL;
     else if (at % SECTOR || length % SECTOR)
         rc = write_partial(file, data, length, at);
@@ -296,10 +301,12 @@ static int discard(struct file *file, uint64_t at, uint64_t length)
 static void op_fallocate(fuse_req_t req, fuse_ino_t ino, int mode, off_t offset, off_t length,
                          struct fuse_file_info *info)
 {
-    struct file *file = file_of(info);
-    uint64_t size = file->device->size(file->device), at = (uint64_t)offset, left = (uint64_t)length;
+    struct file *file = file_of(req, ino);
     int rc = 0;
-    (void)ino;
+    (void)info;
+    if (!file)
+        return;
+    uint64_t size = file->device->size(file->device), at = (uint64_t)offset, left = (uint64_t)length;
     if (file->device->read_only)
         rc = -EROFS;
     else if (mode & ~(FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE | FALLOC_FL_ZERO_RANGE))
@@ -313,9 +320,10 @@ static void op_fallocate(fuse_req_t req, fuse_ino_t ino, int mode, off_t offset,
 
 static void op_fsync(fuse_req_t req, fuse_ino_t ino, int data_only, struct fuse_file_info *info)
 {
-    struct block_device *device = file_of(info)->device;
-    (void)ino, (void)data_only;
-    fuse_reply_err(req, -device->flush(device));
+    struct file *file = file_of(req, ino);
+    (void)info, (void)data_only;
+    if (file)
+        fuse_reply_err(req, -file->device->flush(file->device));
 }
 
 static size_t add_entry(fuse_req_t req, char *out, size_t room, const char *name, fuse_ino_t ino, mode_t mode, off_t next)
@@ -327,17 +335,13 @@ static size_t add_entry(fuse_req_t req, char *out, size_t room, const char *name
 static void op_readdir(fuse_req_t req, fuse_ino_t ino, size_t length, off_t offset, struct fuse_file_info *info)
 {
     struct fuse_front *front = front_of(req);
-    char *buffer = thread_buffer();
-    size_t used = 0, part = 0, room = length < LARGEST ? length : LARGEST;
+    char *buffer = request_buffer();
+    size_t used = 0, part = 0, room = length < REQUEST_LARGEST ? length : REQUEST_LARGEST;
     (void)ino, (void)info;
-    if (!buffer) {
-        fuse_reply_err(req, ENOMEM);
-        return;
-    }
     if (offset == 0)
         used += add_entry(req, buffer, room, ".", FUSE_ROOT_ID, S_IFDIR, 1);
     /* The list has the newest first, and the offset of an entry is its inode: one that goes does not move the others. */
-    pthread_mutex_lock(&front->lock);
+    pthread_rwlock_rdlock(&front->table);
     for (struct file *file = front->files; file; file = file->next) {
         if (offset > 1 && file->ino >= (fuse_ino_t)offset)
             continue;
@@ -346,7 +350,7 @@ static void op_readdir(fuse_req_t req, fuse_ino_t ino, size_t length, off_t offs
             break;
         used += part;
     }
-    pthread_mutex_unlock(&front->lock);
+    pthread_rwlock_unlock(&front->table);
     fuse_reply_buf(req, buffer, used);
 }
 
@@ -358,64 +362,37 @@ static const struct fuse_lowlevel_ops OPERATIONS = {
 
 /* --- life ------------------------------------------------------------------------------------------------------ */
 
-static void *serve(void *opaque)
+int fuse_front_start(const char *directory, const char *record, const int *kept, unsigned kept_count,
+                     struct fuse_front **out)
 {
-    struct fuse_front *front = opaque;
-    struct fuse_loop_config *config = fuse_loop_cfg_create();
-    /* Memory for our writes must not wait for writes to a file system on one of our own images. Threads started from
-     * here inherit it. Without the privilege it fails, and then such a file system cannot be mounted either. */
-    prctl(PR_SET_IO_FLUSHER, 1, 0, 0, 0);
-    fuse_loop_cfg_set_clone_fd(config, 1);
-    fuse_loop_cfg_set_max_threads(config, 32);
-    fuse_loop_cfg_set_idle_threads(config, 8);
-    fuse_session_loop_mt(front->session, config);
-    fuse_loop_cfg_destroy(config);
-    return NULL;
-}
-
-static int start_thread(struct fuse_front *front)
-{
-    sigset_t all, before;
-    sigfillset(&all); /* signals are for the thread that runs Python */
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    int rc = pthread_create(&front->thread, NULL, serve, front);
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
-    return -rc;
-}
-
-int fuse_front_start(const char *directory, struct fuse_front **out)
-{
-    char options[] = "allow_other,default_permissions,fsname=aenv-blockd,subtype=aenv";
-    char *arguments[] = {"aenv-blockd", "-o", options, NULL};
-    struct fuse_args args = FUSE_ARGS_INIT(3, arguments);
     struct fuse_front *front = calloc(1, sizeof *front);
-    struct statfs status;
     if (!front)
         return -ENOMEM;
-    while (statfs(directory, &status) && errno == ENOTCONN) /* stat() would be answered from the kernel's cache */
-        if (umount2(directory, MNT_DETACH))
-            break;
+    pthread_rwlock_init(&front->table, NULL);
     pthread_mutex_init(&front->lock, NULL);
     pthread_cond_init(&front->closed, NULL);
-    front->next_ino = FUSE_ROOT_ID + 1;
-    front->directory = strdup(directory);
-    front->session = fuse_session_new(&args, &OPERATIONS, sizeof OPERATIONS, front);
-    fuse_opt_free_args(&args);
-    int rc = !front->directory ? -ENOMEM : front->session ? 0 : -EINVAL;
-    if (!rc && fuse_session_mount(front->session, directory)) {
-        rc = -EACCES;
-        fuse_session_destroy(front->session);
-    } else if (!rc && (rc = start_thread(front))) {
-        fuse_session_unmount(front->session);
-        fuse_session_destroy(front->session);
-    }
+    struct connection_plan plan = {
+        .directory = directory, .record_path = record, .kept = kept, .kept_count = kept_count,
+        .operations = &OPERATIONS, .first_ino = FUSE_ROOT_ID + 1, .opaque = front,
+    };
+    int rc = connection_open(&plan, &front->connection);
     if (rc) {
-        free(front->directory);
         free(front);
-    } else {
-        *out = front;
+        return rc;
     }
-    return rc;
+    front->session = connection_session(front->connection);
+    front->record = connection_record(front->connection);
+    *out = front;
+    return 0;
+}
+
+int fuse_front_serve(struct fuse_front *front) { return connection_serve(front->connection); }
+bool fuse_front_resumed(const struct fuse_front *front) { return connection_resumed(front->connection); }
+void fuse_front_id(const struct fuse_front *front, uint64_t out[2]) { memcpy(out, front->record->id, 16); }
+
+unsigned fuse_front_descriptors(const struct fuse_front *front, int out[FUSE_FRONT_KEPT])
+{
+    return connection_descriptors(front->connection, out, FUSE_FRONT_KEPT);
 }
 
 static void free_file(struct file *file)
@@ -425,7 +402,44 @@ static void free_file(struct file *file)
     free(file);
 }
 
-int fuse_front_add(struct fuse_front *front, const struct fuse_image *image)
+/* With `lock` held. */
+static int insert(struct fuse_front *front, struct file *file)
+{
+    struct fuse_record *record = front->record;
+    if (find_name(front, file->name) || (file->ino && find_ino(front, file->ino)))
+        return -EEXIST;
+    if (!file->ino)
+        file->ino = record->next_ino++; /* never used twice: the kernel's caches cannot mix up two images */
+    else if (file->ino >= record->next_ino)
+        record->next_ino = file->ino + 1;
+    file->opens = record_count_handles(record, file->ino);
+    struct file **link = &front->files;
+    while (*link && (*link)->ino > file->ino)
+        link = &(*link)->next;
+    pthread_rwlock_wrlock(&front->table);
+    file->next = *link;
+    *link = file;
+    file->same_bucket = front->buckets[file->ino % BUCKETS];
+    front->buckets[file->ino % BUCKETS] = file;
+    pthread_rwlock_unlock(&front->table);
+    return 0;
+}
+
+/* With `lock` held. */
+static void take_out(struct fuse_front *front, struct file *file)
+{
+    struct file **link = &front->files, **same = &front->buckets[file->ino % BUCKETS];
+    pthread_rwlock_wrlock(&front->table);
+    while (*link != file)
+        link = &(*link)->next;
+    *link = file->next;
+    while (*same != file)
+        same = &(*same)->same_bucket;
+    *same = file->same_bucket;
+    pthread_rwlock_unlock(&front->table);
+}
+
+int fuse_front_add(struct fuse_front *front, const struct fuse_image *image, uint64_t *ino)
 {
     struct file *file = calloc(1, sizeof *file);
     if (!file || !(file->name = strdup(image->name))) {
@@ -436,17 +450,15 @@ int fuse_front_add(struct fuse_front *front, const struct fuse_image *image)
     file->device = image->device;
     file->cached = image->cached;
     file->uid = image->uid, file->gid = image->gid, file->mode = image->mode & 0777;
-    clock_gettime(CLOCK_REALTIME, &file->since);
+    file->ino = image->ino;
+    file->since = (struct timespec){(time_t)(image->made_at / 1000000000u), (long)(image->made_at % 1000000000u)};
     pthread_mutex_lock(&front->lock);
-    int rc = find_name(front, image->name) ? -EEXIST : 0;
-    if (!rc) {
-        file->ino = front->next_ino++;
-        file->next = front->files;
-        front->files = file;
-    }
+    int rc = insert(front, file);
     pthread_mutex_unlock(&front->lock);
     if (rc)
         free_file(file);
+    else
+        *ino = file->ino;
     return rc;
 }
 
@@ -461,17 +473,14 @@ static struct timespec milliseconds_from_now(unsigned milliseconds)
 int fuse_front_remove(struct fuse_front *front, const char *name, unsigned patience)
 {
     struct timespec until = milliseconds_from_now(patience);
-    struct file **link = &front->files, *file;
+    struct file *file;
     pthread_mutex_lock(&front->lock);
     while ((file = find_name(front, name)) && file->opens &&
            pthread_cond_timedwait(&front->closed, &front->lock, &until) == 0)
         ; /* the file may be gone after a wait: look again */
     int rc = !file ? -ENOENT : file->opens ? -EBUSY : 0;
-    if (!rc) {
-        while (*link != file)
-            link = &(*link)->next;
-        *link = file->next;
-    }
+    if (!rc)
+        take_out(front, file);
     pthread_mutex_unlock(&front->lock);
     if (rc)
         return rc;
@@ -504,11 +513,8 @@ int fuse_front_resized(struct fuse_front *front, const char *name)
 
 void fuse_front_stop(struct fuse_front *front)
 {
-    fuse_session_exit(front->session);
-    umount2(front->directory, MNT_FORCE); /* wakes the readers with ENODEV, even if it fails because files are open */
-    fuse_session_unmount(front->session);
-    pthread_join(front->thread, NULL);
-    fuse_session_destroy(front->session);
+    connection_stop(front->connection);
+    connection_free(front->connection);
     while (front->files) {
         struct file *file = front->files;
         front->files = file->next;
@@ -516,6 +522,6 @@ void fuse_front_stop(struct fuse_front *front)
     }
     pthread_cond_destroy(&front->closed);
     pthread_mutex_destroy(&front->lock);
-    free(front->directory);
+    pthread_rwlock_destroy(&front->table);
     free(front);
 }

@@ -58,6 +58,15 @@ class BlockClient:
         with contextlib.suppress(ConnectionError):
             await self._writer.wait_closed()
 
+    @property
+    def connected(self) -> bool:
+        """False as soon as the connection has ended, for whatever reason."""
+        return self._gone is None
+
+    async def wait_lost(self) -> None:
+        """Until the connection has ended."""
+        await asyncio.wait([self._receiver])
+
     def new_id(self) -> int:
         self._next_id += 1
         return self._next_id

@@ -6,21 +6,27 @@ import asyncio
 import contextlib
 import logging
 import os
+import time
 import uuid
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
+import msgspec
+
 from aenv._native.lsmt import Image, Layer, Sealing, Stack, create_writable
-from aenv.errors import AenvError, ConflictError, InvalidInputError, NotFoundError
+from aenv.errors import AenvError, ConflictError, InvalidInputError, NotFoundError, UnavailableError
 from ublk.fuse import Mount
+from ublk.state import ImageState, SealState, StateFolder
 
 log = logging.getLogger("aenv.blockd")
 
 # A layer is known by device and inode: a stack holds its files open, so the numbers stay its own.
 FileId = tuple[int, int]
 StackKey = tuple[FileId, ...]
+StateT = TypeVar("StateT", ImageState, SealState)
 
 
 def absolute(name: str, path: str) -> Path:
@@ -38,6 +44,22 @@ def file_id(path: Path) -> FileId:
     return status.st_dev, status.st_ino
 
 
+def _save(save: Callable[[StateT], None], state: StateT) -> None:
+    """Raises UnavailableError if the state of the server cannot be written."""
+    try:
+        save(state)
+    except OSError as error:
+        raise UnavailableError(f"the server's state cannot be written: {error.strerror}") from error
+
+
+def _open_layer(path: Path, index: Path | None) -> Layer:
+    """`index`: it may be sealed or not, a dead server was about to do it."""
+    if index is not None:
+        with contextlib.suppress(AenvError):
+            return Layer(path, index)
+    return Layer(path)
+
+
 def _log_failure(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
         log.error("%s: %s", task.get_name(), error)
@@ -47,25 +69,53 @@ def _log_failure(task: asyncio.Task[None]) -> None:
 class Served:
     """One image in the mounted directory."""
 
-    name: str
+    state: ImageState  # as it is on disk
     image: Image
     stack: Stack | None  # keeps the shared stack alive
     key: StackKey
-    layers: list[str]
-    cached: bool
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while it is restacked, resized or closed
 
 
 class Images:
     """All methods run in the event loop; what blocks is done in threads, without the GIL."""
 
-    def __init__(self, mount: Mount) -> None:
+    def __init__(self, mount: Mount, states: StateFolder) -> None:
         self._mount = mount
+        self._states = states
         self._served: dict[str, Served] = {}
         self._opening: set[str] = set()
         self._stacks: WeakValueDictionary[StackKey, Stack] = WeakValueDictionary()
         self._stack_lock = asyncio.Lock()  # two images of one snapshot, opened at once, share one index
         self._sealing: dict[Path, asyncio.Task[None]] = {}
+        self._lost: dict[str, AenvError] = {}  # what a dead server had open, and why it is not
+
+    async def recover(self) -> None:
+        """Open what a dead server had open. What fails is logged, and told to all who ask for it."""
+        images = self._states.images()
+        seals = self._seals({state.data for state in images})
+        for state in images:
+            try:
+                await self._serve(state, seals)
+            except AenvError as error:
+                log.error("image %s cannot be opened again: %s", state.image, error)
+                self._lost[state.image] = UnavailableError(
+                    f"image {state.image}: could not be opened again: {error}", hint=error.hint
+                )
+        for data, index in seals.items():
+            self._start_sealing(data, asyncio.to_thread(self._seal_now, data, index))
+        if images:
+            log.info("opened %d of %d images again", len(self._served), len(images))
+
+    def _seals(self, uppers: set[str | None]) -> dict[Path, Path]:
+        """The layers that a dead server had to seal, with their index files."""
+        found = {}
+        for state in self._states.seals():
+            # A layer is marked before it is frozen: it may still be the writable layer of its image.
+            if state.data in uppers or not os.path.exists(state.data):
+                self._states.remove_seal(state.data)
+            else:
+                found[Path(state.data)] = Path(state.index)
+        return found
 
     async def create(self, data: str, index: str, size: int, uuid_text: str | None, parent_uuid: str) -> str:
         """Make an empty writable layer; gives its UUID."""
@@ -94,24 +144,46 @@ class Images:
         for number in owner:
             if not 0 <= number < 1 << 32:
                 raise InvalidInputError("uid", f"{number}")
-        paths = [absolute("layers", path) for path in layers]
-        top = [absolute(what, path) for what, path in (("data", data), ("index", index)) if path is not None]
+        for layer in layers:
+            absolute("layers", layer)
+        for what, path in (("data", data), ("index", index)):
+            if path is not None:
+                absolute(what, path)
+        state = ImageState(
+            image=name, layers=layers, data=data, index=index, cached=cached, uid=owner[0], gid=owner[1],
+            mode=mode & 0o777, made_at=time.time_ns(),
+        )  # fmt: skip
         self._opening.add(name)
         try:
-            async with self._stack_lock:
-                key, stack = await self._open_stack(paths) if paths else ((), None)
-            image = await asyncio.to_thread(Image, stack, *top, direct=cached)
-            try:
-                self._mount.add(name, image, cached=cached, uid=owner[0], gid=owner[1], mode=mode & 0o777)
-            except BaseException:
-                image.close()
-                raise
-            served = self._served[name] = Served(name, image, stack, key, layers, cached)
+            return self.describe(await self._serve(state, {}))
         finally:
             self._opening.discard(name)
-        return self.describe(served)
 
-    async def _open_stack(self, paths: list[Path]) -> tuple[StackKey, Stack]:
+    async def _serve(self, state: ImageState, seals: dict[Path, Path]) -> Served:
+        """`seals`: layers that are not sealed yet, with their index files."""
+        paths = [Path(layer) for layer in state.layers]
+        top = [Path(path) for path in (state.data, state.index) if path is not None]
+        async with self._stack_lock:
+            key, stack = await self._open_stack(paths, seals) if paths else ((), None)
+        image = await asyncio.to_thread(Image, stack, *top, direct=state.cached)
+        try:
+            state.ino = self._mount.add(
+                state.image, image, cached=state.cached, uid=state.uid, gid=state.gid, mode=state.mode,
+                ino=state.ino, made_at=state.made_at,
+            )  # fmt: skip
+            try:
+                _save(self._states.save_image, state)
+            except BaseException:
+                await asyncio.to_thread(self._mount.remove, state.image)
+                raise
+        except BaseException:
+            image.close()
+            raise
+        self._lost.pop(state.image, None)
+        served = self._served[state.image] = Served(state, image, stack, key)
+        return served
+
+    async def _open_stack(self, paths: list[Path], seals: dict[Path, Path]) -> tuple[StackKey, Stack]:
         """The stack of these layers, sharing the index of the longest known lower part."""
         if len(paths) > 255:
             raise InvalidInputError("layers", f"{len(paths)} layers; a stack has at most 255")
@@ -124,14 +196,14 @@ class Images:
             if path in self._sealing:
                 await self._sealing[path]
         if known < len(paths):
-            stack = await asyncio.to_thread(self._extend, stack, paths[known:])
+            stack = await asyncio.to_thread(self._extend, stack, paths[known:], seals)
             self._stacks[key] = stack
         assert stack is not None
         return key, stack
 
     @staticmethod
-    def _extend(stack: Stack | None, paths: list[Path]) -> Stack:
-        layers = [Layer(path) for path in paths]
+    def _extend(stack: Stack | None, paths: list[Path], seals: dict[Path, Path]) -> Stack:
+        layers = [_open_layer(path, seals.get(path)) for path in paths]
         if stack is None:
             return Stack(layers)
         for layer in layers:
@@ -140,16 +212,22 @@ class Images:
 
     def find(self, name: str) -> Served:
         served = self._served.get(name)
+        if name in self._lost:
+            raise self._lost[name]
         if served is None:
             raise NotFoundError(f"image {name}: is not open")
         return served
 
     async def close(self, name: str) -> None:
+        if self._lost.pop(name, None) is not None:
+            self._states.remove_image(name)
+            return
         served = self.find(name)
         async with served.lock:
             self.find(name)
             await asyncio.to_thread(served.image.flush)
             await asyncio.to_thread(self._mount.remove, name)
+            self._states.remove_image(name)
             del self._served[name]
             served.image.close()
 
@@ -174,35 +252,49 @@ class Images:
         paths = absolute("data", data), absolute("index", index)
         async with served.lock:
             self.find(name)
-            sealing = await asyncio.to_thread(self._swap, served.image, paths, uuid_text or str(uuid.uuid4()))
+            sealing = await asyncio.to_thread(self._swap, served, paths, uuid_text or str(uuid.uuid4()))
             sealed = Path(sealing.data_path)
-            served.layers = [*served.layers, str(sealed)]
             served.key = (*served.key, file_id(sealed))
             served.stack = served.image.stack
             assert served.stack is not None
             self._stacks[served.key] = served.stack
-        task = self._sealing[sealed] = asyncio.create_task(self._finish(sealing), name=f"seal {sealed}")
-        task.add_done_callback(_log_failure)
+        self._start_sealing(sealed, asyncio.to_thread(sealing.finish))
         return str(sealed)
 
-    @staticmethod
-    def _swap(image: Image, paths: tuple[Path, Path], uuid_text: str) -> Sealing:
-        if image.read_only:
+    def _swap(self, served: Served, paths: tuple[Path, Path], uuid_text: str) -> Sealing:
+        """The state says that the new layer is on top before it is: it is empty until then, and afterwards no write
+        that was acknowledged can be missed by the next server."""
+        image, before = served.image, served.state
+        if image.read_only or before.data is None or before.index is None:
             raise ConflictError("image: is read-only")
         create_writable(*paths, image.size, uuid=uuid_text)
+        after = msgspec.structs.replace(
+            before, layers=[*before.layers, before.data], data=str(paths[0]), index=str(paths[1])
+        )
         try:
-            return image.restack(*paths)
+            _save(self._states.save_seal, SealState(data=before.data, index=before.index))
+            _save(self._states.save_image, after)
+            sealing = image.restack(*paths)
         except BaseException:
+            _save(self._states.save_image, before)
+            self._states.remove_seal(before.data)
             for path in paths:
                 path.unlink()
             raise
+        served.state = after
+        return sealing
 
-    async def _finish(self, sealing: Sealing) -> None:
+    def _start_sealing(self, data: Path, work: Coroutine[Any, Any, None]) -> None:
+        task = self._sealing[data] = asyncio.create_task(self._finish(data, work), name=f"seal {data}")
+        task.add_done_callback(_log_failure)
+
+    async def _finish(self, data: Path, work: Coroutine[Any, Any, None]) -> None:
         """Ends with an error if the layer could not be written; `seal` tells, and tries again."""
         try:
-            await asyncio.to_thread(sealing.finish)
+            await work
+            self._states.remove_seal(str(data))
         finally:
-            del self._sealing[Path(sealing.data_path)]
+            del self._sealing[data]
 
     async def seal(self, data: str, index: str) -> None:
         path, index_path = absolute("data", data), absolute("index", index)
@@ -211,6 +303,7 @@ class Images:
         pending = self._sealing.get(path)
         if pending is None:
             await asyncio.to_thread(self._seal_now, path, index_path)
+            self._states.remove_seal(data)
         else:
             await asyncio.shield(pending)
 
@@ -225,18 +318,18 @@ class Images:
         sealing.finish()
 
     def describe(self, served: Served) -> dict[str, Any]:
-        image = served.image
+        image, state = served.image, served.state
         recovery = image.recovery
         return {
-            "image": served.name,
-            "path": os.path.join(self._mount.directory, served.name),
+            "image": state.image,
+            "path": os.path.join(self._mount.directory, state.image),
             "size": image.size,
             "read_only": image.read_only,
-            "cached": served.cached,
-            "layers": served.layers,
+            "cached": state.cached,
+            "layers": state.layers,
             "data": image.data_path,
             "index": image.index_path,
-            "opens": self._mount.opens(served.name),
+            "opens": self._mount.opens(state.image),
             "recovery": recovery._asdict() if recovery is not None else None,
         }
 
@@ -259,6 +352,7 @@ class Images:
             "stacks": len(self._stacks),
             "segments": sum(stack.segment_count for stack in self._stacks.values()),
             "sealing": len(self._sealing),
+            "lost": len(self._lost),
         }
 
     def in_use(self) -> list[str]:
@@ -274,9 +368,10 @@ class Images:
             try:
                 await asyncio.to_thread(served.image.flush)
             except AenvError as error:
-                failures.append(f"image {served.name}: {error}")
+                failures.append(f"image {served.state.image}: {error}")
         await asyncio.to_thread(self._mount.close)
         for served in self._served.values():
             served.image.close()
         self._served.clear()
+        self._states.clear()
         return failures

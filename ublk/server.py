@@ -10,6 +10,7 @@ import os
 import resource
 import signal
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from ublk.protocol import (
     Stats,
     frame,
 )  # fmt: skip
+from ublk.state import StateFolder
 
 log = logging.getLogger("aenv.blockd")
 
@@ -42,9 +44,16 @@ MAX_PENDING = 128  # requests of one connection that are worked on at a time
 class Server:
     """One block server: a socket, a mounted directory, and the images in it."""
 
-    def __init__(self, socket_path: Path, directory: Path) -> None:
+    def __init__(
+        self, socket_path: Path, directory: Path, state: Path, *, kept: Sequence[int] = (), ready: int | None = None
+    ) -> None:
+        """`kept`: descriptors of the mount of a dead server, which somebody held. `ready` gets a byte when requests
+        are accepted. All are closed."""
         self._socket_path = socket_path
         self._directory = directory
+        self._state = state
+        self._kept = kept
+        self._ready = ready
         self._stopping = asyncio.Event()
         self._connections: set[asyncio.Task[None]] = set()
 
@@ -53,18 +62,48 @@ class Server:
         lock = _lock(self._socket_path)
         try:
             self._directory.mkdir(mode=0o711, parents=True, exist_ok=True)
-            self._images = Images(Mount(self._directory))
+            states = StateFolder(self._state)
+            self._mount = Mount(self._directory, states.fuse_record, self._kept)
+            for fd in self._kept:
+                os.close(fd)
+            self._images = Images(self._mount, states)
+            await self._images.recover()
+            self._mount.serve()
             loop = asyncio.get_running_loop()
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(number, self._stopping.set)
-            listening = await asyncio.start_unix_server(self._accept, sock=_listen(self._socket_path))
-            log.info("serving %s, images in %s", self._socket_path, self._directory)
+            keeping = listen(keep_path(self._socket_path))
+            loop.add_reader(keeping, self._hand_out, keeping)
+            listening = await asyncio.start_unix_server(self._accept, sock=listen(self._socket_path))
+            self._say_ready()
             async with listening:
                 await self._stopping.wait()
+            loop.remove_reader(keeping)
+            keeping.close()
             await self._end()
         finally:
             self._socket_path.unlink(missing_ok=True)
+            keep_path(self._socket_path).unlink(missing_ok=True)
             os.close(lock)
+
+    def _say_ready(self) -> None:
+        log.info(
+            "serving %s, images in %s%s", self._socket_path, self._directory,
+            ", taken over" if self._mount.resumed else "",
+        )  # fmt: skip
+        if self._ready is not None:
+            with contextlib.suppress(BrokenPipeError):  # who started us has gone meanwhile
+                os.write(self._ready, b"1")
+            os.close(self._ready)
+
+    def _hand_out(self, keeping: socket.socket) -> None:
+        """Whoever connects gets what keeps open files alive if this process dies, and need not say anything."""
+        try:
+            connection, _ = keeping.accept()
+            with connection:
+                socket.send_fds(connection, [self._mount.connection_id.encode()], self._mount.descriptors)
+        except OSError as error:
+            log.warning("%s: %s", keep_path(self._socket_path), error)
 
     async def _end(self) -> None:
         for failure in await self._images.shut():
@@ -134,6 +173,7 @@ class Server:
             case Hello():
                 return {
                     "version": VERSION, "pid": os.getpid(), "front_ends": ["fuse"], "directory": str(self._directory),
+                    "connection": self._mount.connection_id,
                 }  # fmt: skip
             case Create(data=data, index=index):
                 return {"uuid": await images.create(data, index, request.size, request.uuid, request.parent_uuid)}
@@ -195,12 +235,20 @@ def _lock(socket_path: Path) -> int:
     return fd
 
 
-def _listen(socket_path: Path) -> socket.socket:
+def keep_path(socket_path: Path) -> Path:
+    """The socket beside the control socket that hands out descriptors."""
+    return socket_path.with_name(f"{socket_path.name}.keep")
+
+
+def listen(socket_path: Path) -> socket.socket:
+    """For the owner only."""
     socket_path.unlink(missing_ok=True)
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listening.setblocking(False)
     mask = os.umask(0o177)
     try:
         listening.bind(str(socket_path))
     finally:
         os.umask(mask)
+    listening.listen()
     return listening

@@ -278,8 +278,8 @@ def test_kill_of_the_server_loses_no_acknowledged_write(tmp_path: Path) -> None:
         await client.create(data, index, SIZE)
         model = bytearray(SIZE)
         generator = random.Random(4)
+        found = await client.open("disk", data=data, index=index)
         for _ in range(4):
-            found = await client.open("disk", data=data, index=index)
             fd = os.open(found["path"], os.O_RDWR)
             assert os.pread(fd, SIZE, 0) == model
             for _ in range(50):
@@ -294,7 +294,7 @@ def test_kill_of_the_server_loses_no_acknowledged_write(tmp_path: Path) -> None:
             await client.close()
             await server.start()
             client = await server.connect()
-        await client.open("disk", data=data, index=index)
+            assert [i["data"] for i in await client.list_images()] == [str(data)]
         await client.close()
 
     run(tmp_path, body)
