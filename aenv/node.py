@@ -13,7 +13,7 @@ from aenv.api.app import Api
 from aenv.api.auth import ApiKey, load_or_create_key
 from aenv.config import Config
 from aenv.daemon import Daemon, lock_home
-from aenv.errors import UnavailableError
+from aenv.errors import AenvError, UnavailableError
 from aenv.http.message import Handler
 from aenv.http.server import Server
 from aenv.http.tls import server_context
@@ -100,7 +100,7 @@ class Node:
             await slots.start(keep=[r.machine.slot for r in store.load() if r.machine is not None])
             stack.push_async_callback(slots.close)
             blocks = await Blocks.start(home.run / "blocks")
-            stack.push_async_callback(blocks.close, stop_server=True)
+            stack.push_async_callback(_stop_blocks, blocks)
             memory = MemoryImages(blocks, home.images)
             await memory.start()
             stack.push_async_callback(memory.close)
@@ -126,6 +126,7 @@ class Node:
                 domain=tls.domain if tls is not None else None,
 
             )
+            blocks.on_restarted(manager.blocks_restarted)
             await manager.open()
             stack.push_async_callback(manager.close)
             api = Api(manager, ApiKey(api_key), max_timeout=config["sandbox.max_timeout"])
@@ -148,6 +149,15 @@ class Node:
     async def close(self) -> None:
         """Stop listening, pause every sandbox, end the pools."""
         await self._stack.aclose()
+
+
+async def _stop_blocks(blocks: Blocks) -> None:
+    """End the block server, unless a machine that could not be ended still uses it: the next daemon takes it over."""
+    try:
+        await blocks.close(stop_server=True)
+    except AenvError as error:
+        log.warning("the block server is left running: %s", error)
+        await blocks.close()
 
 
 def config_host(listen: str) -> str:

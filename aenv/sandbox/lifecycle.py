@@ -483,10 +483,14 @@ class Lifecycle:
             self.own(self._lost(sandbox, running))
 
     async def _lost(self, sandbox: Sandbox, running: Running) -> None:
+        outcome = running.vm.exited.result()
+        await self.lose_machine(sandbox, running, f"{outcome.reason}\n{outcome.serial_tail}".strip())
+
+    async def lose_machine(self, sandbox: Sandbox, running: Running, reason: str) -> None:
+        """`lose` a sandbox whose machine is of no use any more, unless it has another one by now."""
         async with sandbox.lock:
             if sandbox.running is running and not sandbox.doomed:
-                outcome = running.vm.exited.result()
-                await self.lose(sandbox, f"{outcome.reason}\n{outcome.serial_tail}".strip())
+                await self.lose(sandbox, reason)
 
     # Small things
 

@@ -117,6 +117,15 @@ class Manager:
                 log.error("sandbox %s could not be paused and is ended: %s", sandbox.id, error)
                 await life.do(life.end(sandbox, Event.FAILED, "daemon stops, and the pause failed"))
 
+    def blocks_restarted(self, survived: bool) -> None:
+        """The block server died and another has taken its place. Unless the files that machines have open survived
+        that, every machine has lost its disk and its memory image."""
+        if survived:
+            return
+        for sandbox in list(self._sandboxes.values()):
+            if sandbox.running is not None:
+                self._life.own(self._life.lose_machine(sandbox, sandbox.running, "the block server died"))
+
     # SandboxService
 
     async def create(self, options: CreateOptions) -> SandboxInfo:
