@@ -29,6 +29,7 @@ from aenv.errors import (
 )
 from aenv.network.base import Policy
 from aenv.observe.events import Event
+from aenv.sandbox.chains import Chains
 from aenv.sandbox.live import Sandbox
 from aenv.sandbox.machines import Machines, Running
 from aenv.sandbox.policy import egress_policy
@@ -42,7 +43,6 @@ from aenv.sandbox.service import (
 from aenv.sandbox.store import Machine, Record, Store, boot_id, now
 from aenv.sandbox.telemetry import Telemetry
 from aenv.sandbox.tokens import Tokens
-from aenv.snapshot.manifest import MANIFEST_NAME
 from aenv.storage.repository import Repository, Template
 from aenv.vmm.base import VmState
 
@@ -84,6 +84,7 @@ class Lifecycle:
         self.sandboxes: dict[str, Sandbox] = {}
         self.closing = False
         self.telemetry = Telemetry(self.envd_token)
+        self.chains = Chains(machines, store)
         self._tokens = tokens
         self._domain = domain
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -179,7 +180,7 @@ class Lifecycle:
         sandbox.record.machine = machine_record(revived)
         self.store.transition(sandbox.record, (SandboxState.PAUSING,), SandboxState.RUNNING)
         self.watch(sandbox, revived)
-        self.tidy(sandbox)
+        self.machines.tidy(sandbox.record, sandbox.running, sandbox.former)
         self.set_end(sandbox, max(sandbox.record.end_at, now() + PAUSE_RETRY))
 
     async def resume(
@@ -235,7 +236,7 @@ class Lifecycle:
             if not isinstance(error, AenvError):
                 log.exception("resume of sandbox %s failed", sandbox.id)
             raise
-        self.tidy(sandbox)
+        self.machines.tidy(sandbox.record, sandbox.running, sandbox.former)
         took = (asyncio.get_running_loop().time() - began) * 1000
         self.event(sandbox, Event.RESUMED, f"in {took:.0f} ms")
 
@@ -389,7 +390,8 @@ class Lifecycle:
         if not sandbox.doomed and sandbox.state is SandboxState.PAUSED:
             record.unsettled = None
             self.store.save(record, durable=True)
-            self.tidy(sandbox)
+            self.machines.tidy(sandbox.record, sandbox.running, sandbox.former)
+            self.chains.look_at(sandbox)
 
     async def end_machine(self, sandbox: Sandbox, running: Running) -> bool:
         """End a machine. What cannot be ended now holds up nobody: the next start of the daemon sweeps it."""
@@ -399,19 +401,6 @@ class Lifecycle:
             log.exception("the machine of sandbox %s could not be ended", sandbox.id)
             return False
         return True
-
-    def tidy(self, sandbox: Sandbox) -> None:
-        """Remove the files in a sandbox's directory that neither its record nor its open disk needs."""
-        record = sandbox.record
-        needed = {MANIFEST_NAME, *record.disk, *record.memory, record.upper, record.state_file}
-        for running in (sandbox.running, sandbox.former):
-            if running is not None:
-                needed |= {*running.disk.layers, running.disk.upper}
-        folder = self.machines.directory(sandbox.id)
-        for path in folder.iterdir():
-            layer = path.with_suffix(".lsmt").name if path.suffix == ".index" else path.name
-            if layer not in needed:
-                path.unlink(missing_ok=True)
 
     # Timers and watching
 

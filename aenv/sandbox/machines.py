@@ -23,9 +23,9 @@ from aenv.http.client import Connection
 from aenv.network.base import GUEST_MAC, Policy
 from aenv.network.pool import SlotPool
 from aenv.network.slot import Slot
-from aenv.sandbox.store import Machine
+from aenv.sandbox.store import Machine, Record
 from aenv.snapshot.capture import CaptureStats, capture, sync_capture
-from aenv.snapshot.checkpoint import LAYER_SUFFIX, STATE_SUFFIX, Checkpoint, new_layer_id
+from aenv.snapshot.checkpoint import INDEX_SUFFIX, LAYER_SUFFIX, STATE_SUFFIX, Checkpoint, new_layer_id
 from aenv.snapshot.manifest import MANIFEST_NAME
 from aenv.snapshot.map import memory_map
 from aenv.snapshot.rehome import rehome
@@ -47,7 +47,6 @@ WARM_UP_QUIET = 0.5  # seconds after a create: its user's first commands go befo
 REHEARSALS = 2
 CONSOLE_LINE = 4096  # bytes of a line of the guest's console
 CONNECT_TIMEOUT = 5.0  # seconds; a live guest answers or refuses within a millisecond
-REHOME_EXTENTS = 2000  # mappings that a source may get while it is frozen: about a microsecond each
 
 
 def new_sandbox_id() -> str:
@@ -175,6 +174,18 @@ class Machines:
     def folders(self) -> list[Path]:
         """The directories of all sandboxes."""
         return [path for path in self._home.sandboxes.iterdir() if path.is_dir()]
+
+    def tidy(self, record: Record, *machines: Running | None) -> None:
+        """Remove the files in a sandbox's directory that neither its record nor an open disk needs. Hidden ones are
+        somebody's work under way."""
+        needed = {MANIFEST_NAME, *record.disk, *record.memory, record.upper, record.state_file}
+        for running in machines:
+            if running is not None:
+                needed |= {*running.disk.layers, running.disk.upper}
+        for path in self.directory(record.id).iterdir():
+            layer = path.with_suffix(LAYER_SUFFIX).name if path.suffix == INDEX_SUFFIX else path.name
+            if layer not in needed and not path.name.startswith("."):
+                path.unlink(missing_ok=True)
 
     # Pools
 
@@ -350,9 +361,13 @@ class Machines:
         """
         folder, name = running.disk.folder, new_layer_id()
         state, layer = folder / f"{name}{STATE_SUFFIX}", folder / f"{name}{LAYER_SUFFIX}"
-        alongside = self._disks.restack(running.disk) if restack else None
-        stats = await capture(running.vm, state=state, layer=layer, parent=running.memory, alongside=alongside)
-        return Captured(layer.name, state.name, stats)
+
+        async def beside() -> None:
+            if restack:
+                await self._disks.restack(running.disk)
+
+        captured = await capture(running.vm, state=state, layer=layer, parent=running.memory, beside=beside)
+        return Captured(layer.name, state.name, captured.stats)
 
     async def restack(self, running: Running) -> None:
         """Give the disk a new writable layer; what was written before is a layer of its own."""
@@ -361,7 +376,7 @@ class Machines:
     async def rehome(self, running: Running, captured: Captured) -> None:
         """Let a paused machine's RAM be the layer that was just captured from it, as far as that is quick: its pages
         are shared from then on, and the next capture need not look at them."""
-        await rehome(running.vm, running.disk.folder / captured.memory, REHOME_EXTENTS)
+        await rehome(running.vm, running.disk.folder / captured.memory, captured.stats.mappings)
 
     async def remember(self, running: Running, shape: Shape, layers: Sequence[str]) -> None:
         """These layers in the disk's folder are what the machine's memory is compared with in the next capture."""

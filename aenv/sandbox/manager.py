@@ -96,6 +96,7 @@ class Manager:
         """Pause every running sandbox, so that nothing runs without a daemon and nothing is lost."""
         self._life.closing = True
         await self._life.telemetry.close()
+        await self._life.chains.close()
         await self._life.idle()
         limit = asyncio.Semaphore(PAUSES_AT_STOP)
         await asyncio.gather(*(self._stop(sandbox, limit) for sandbox in list(self._sandboxes.values())))

@@ -53,6 +53,8 @@ class Recovery:
             else:
                 self._store.delete(record.id)
             return
+        for scratch in self._machines.directory(record.id).glob(".*"):
+            scratch.unlink()
         sandbox = self._life.sandboxes[record.id] = Sandbox(record, template)
         state = record.state
         if record.unsettled not in (None, boot_id()):
@@ -104,7 +106,7 @@ class Recovery:
         record.state_file = None
         if state is not SandboxState.RUNNING:
             self._store.transition(record, (state,), SandboxState.RUNNING)
-        life.tidy(sandbox)
+        self._machines.tidy(sandbox.record, sandbox.running, sandbox.former)
         life.watch(sandbox, running)
         life.set_end(sandbox, record.end_at)
 
@@ -114,7 +116,7 @@ class Recovery:
         await self._abandon(record)
         record.machine = record.upper = None
         self._store.transition(record, (record.state,), SandboxState.PAUSED)
-        self._life.tidy(sandbox)
+        self._machines.tidy(sandbox.record, sandbox.running, sandbox.former)
         if record.unsettled is not None:
             sandbox.ending = self._life.own(self._life.settle(sandbox))
 

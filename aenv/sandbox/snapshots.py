@@ -61,6 +61,7 @@ class Snapshots:
             self._store.save(sandbox.record)
             self._life.event(sandbox, Event.CHECKPOINTED, f"snapshot {template.title}")
             await self._machines.expect(template.machine)
+            self._life.chains.look_at(sandbox)
             return template
 
     def _commit(self, staged: Path, manifest: Manifest, name: str | None) -> Template:

@@ -25,7 +25,7 @@ from aenv.http.client import Connection
 from aenv.network.base import GUEST_MAC, Uplink, UplinkKind
 from aenv.network.pool import SlotPool
 from aenv.network.slot import Slot
-from aenv.snapshot.capture import capture, sync_capture
+from aenv.snapshot.capture import write_base
 from aenv.snapshot.checkpoint import LAYER_SUFFIX, new_layer_id
 from aenv.snapshot.manifest import STATE_NAME, BootFile, Context, Disk, Manifest, SnapshotKind
 from aenv.storage.home import Home
@@ -130,8 +130,7 @@ class Builder:
                     await asyncio.sleep(SETTLE_SECONDS)  # nothing tells when a guest has settled
                     self._progress("snapshot")
                     state, memory = staged / STATE_NAME, staged / layer
-                    stats = await capture(vm, state=state, layer=memory, parent=None)
-                    await sync_capture(state, memory)
+                    stats = await write_base(vm, state=state, layer=memory)
                     self._progress(f"memory of {stats.stored_pages * 4096 >> 20} MiB")
                 finally:
                     await vm.kill()
