@@ -203,14 +203,12 @@ static int load_entries(struct source *source, const struct lsmt_header *trailer
     return *out ? 0 : fault_set(fault, ENOMEM, "memory", "out of memory");
 }
 
-int layer_open(const char *path, struct layer **out, struct index **index, struct fault *fault)
+/* Takes over `source`. */
+static int load_layer(struct source *source, struct layer_info *info, struct layer **out, struct index **index,
+                      struct fault *fault)
 {
     struct lsmt_header *header = malloc(sizeof *header);
-    struct layer_info info = {0};
-    struct source *source = NULL;
-    if (!header)
-        return fault_set(fault, ENOMEM, "memory", "out of memory");
-    int rc = source_open(path, &source, info.kind, fault);
+    int rc = header ? 0 : fault_set(fault, ENOMEM, "memory", "out of memory");
     if (!rc && source->size < 2 * LSMT_BLOCK)
         rc = fault_set(fault, EBADMSG, "file", "%llu bytes are too few for a layer", (unsigned long long)source->size);
     if (!rc && !(rc = read_block(source, header, ROLE_HEADER, fault))) {
@@ -219,18 +217,34 @@ int layer_open(const char *path, struct layer **out, struct index **index, struc
             rc = load_entries(source, header, committed, index, fault);
     }
     if (!rc) {
-        header_info(header, &info);
-        info.index_entries = header->index_size;
-        info.data_bytes = header->index_offset - LSMT_BLOCK;
-        if (!(*out = layer_new(source, &info))) {
+        header_info(header, info);
+        info->index_entries = header->index_size;
+        info->data_bytes = header->index_offset - LSMT_BLOCK;
+        if (!(*out = layer_new(source, info))) {
             index_unref(*index);
             rc = fault_set(fault, ENOMEM, "memory", "out of memory");
         } else {
             (*out)->index_offset = header->index_offset;
         }
     }
-    if (rc && source)
+    if (rc)
         source->close(source);
     free(header);
     return rc;
+}
+
+int layer_open(const char *path, struct layer **out, struct index **index, struct fault *fault)
+{
+    struct layer_info info = {0};
+    struct source *source;
+    int rc = source_open(path, &source, info.kind, fault);
+    return rc ? rc : load_layer(source, &info, out, index, fault);
+}
+
+int layer_open_source(struct source *source, struct layer **out, struct index **index, struct fault *fault)
+{
+    struct layer_info info = {0};
+    struct source *inner;
+    int rc = source_unwrap(source, &inner, info.kind, fault);
+    return rc ? rc : load_layer(inner, &info, out, index, fault);
 }

@@ -18,7 +18,6 @@
 struct file_source {
     struct source source;
     int fd, direct_fd; /* direct_fd < 0: the file system has no O_DIRECT */
-    uint64_t base;
 };
 
 static int file_read_direct(struct file_source *file, void *buffer, size_t length, uint64_t offset)
@@ -50,7 +49,6 @@ static int file_read(struct source *source, void *buffer, size_t length, uint64_
     struct file_source *file = (struct file_source *)source;
     if (offset > source->size || length > source->size - offset)
         return -ENODATA;
-    offset += file->base;
     if (direct && file->direct_fd >= 0) {
         int rc = file_read_direct(file, buffer, length, offset);
         if (rc != -EINVAL) /* EINVAL: a device with larger blocks than DIRECT_ALIGN */
@@ -71,7 +69,7 @@ static void file_close(struct source *source)
     free(file);
 }
 
-struct source *source_file(int fd, const char *path, uint64_t base, uint64_t size)
+struct source *source_file(int fd, const char *path, uint64_t size)
 {
     struct file_source *file = calloc(1, sizeof *file);
     if (!file) {
@@ -80,9 +78,39 @@ struct source *source_file(int fd, const char *path, uint64_t base, uint64_t siz
     }
     file->source = (struct source){file_read, file_close, size};
     file->fd = fd;
-    file->base = base;
     file->direct_fd = path ? open(path, O_RDONLY | O_DIRECT | O_CLOEXEC) : -1;
     return &file->source;
+}
+
+/* --- windows ------------------------------------------------------------------------------------------------- */
+
+struct window {
+    struct source source, *inner;
+    uint64_t base;
+};
+
+static int window_read(struct source *source, void *buffer, size_t length, uint64_t offset, bool direct)
+{
+    struct window *window = (struct window *)source;
+    if (offset > source->size || length > source->size - offset)
+        return -ENODATA;
+    return window->inner->read(window->inner, buffer, length, offset + window->base, direct);
+}
+
+static void window_close(struct source *source)
+{
+    struct window *window = (struct window *)source;
+    window->inner->close(window->inner);
+    free(window);
+}
+
+static struct source *source_window(struct source *inner, uint64_t base, uint64_t size)
+{
+    struct window *window = calloc(1, sizeof *window);
+    if (!window)
+        return NULL;
+    *window = (struct window){{window_read, window_close, size}, inner, base};
+    return &window->source;
 }
 
 /* --- tar ----------------------------------------------------------------------------------------------------- */
@@ -128,13 +156,14 @@ static int pax_size(const char *records, size_t length, uint64_t *size, struct f
     return 0;
 }
 
-static int tar_locate(int fd, uint64_t file_size, uint64_t *base, uint64_t *size, struct fault *fault)
+static int tar_locate(struct source *file, uint64_t *base, uint64_t *size, struct fault *fault)
 {
     uint8_t block[3][512];
     uint64_t member = 0, pax = 0;
-    int rc = read_fully(fd, block, sizeof block, 0);
+    int rc = file->read(file, block, sizeof block, 0, false);
     if (rc)
-        return fault_set(fault, EBADMSG, "tar.header", "the file ends inside it");
+        return rc == -ENODATA ? fault_set(fault, EBADMSG, "tar.header", "the file ends inside it")
+                              : fault_set(fault, -rc, "tar.header", "cannot be read");
     if (!tar_checksum_holds(block[0]))
         return fault_set(fault, EBADMSG, "tar.checksum", "does not match the header");
     if (block[0][156] != 'x') {
@@ -156,47 +185,69 @@ static int tar_locate(int fd, uint64_t file_size, uint64_t *base, uint64_t *size
     }
     if (rc)
         return fault_set(fault, EBADMSG, "tar.size", "not an octal number");
-    if (!member || member > file_size - *base)
+    if (!member || member > file->size - *base)
         return fault_set(fault, EBADMSG, "tar.size", "%llu bytes do not fit in a file of %llu",
-                         (unsigned long long)member, (unsigned long long)file_size);
+                         (unsigned long long)member, (unsigned long long)file->size);
     *size = member;
     return 0;
+}
+
+/* Takes over `*source`, which may be another one afterwards. */
+static int unwrap_tar(struct source **source, const uint8_t head[512], struct fault *fault)
+{
+    uint64_t base = 0, size = 0;
+    if (memcmp(head + 257, "ustar", 5) != 0)
+        return 0;
+    int rc = tar_locate(*source, &base, &size, fault);
+    if (rc)
+        return rc;
+    struct source *window = source_window(*source, base, size);
+    if (!window)
+        return fault_set(fault, ENOMEM, "memory", "out of memory");
+    *source = window;
+    return 1;
+}
+
+static int read_head(struct source *source, uint8_t head[512], struct fault *fault)
+{
+    int rc = source->size < SMALLEST_FILE ? -ENODATA : source->read(source, head, 512, 0, false);
+    if (rc == -ENODATA)
+        return fault_set(fault, EBADMSG, "file", "%llu bytes are too few for a layer", (unsigned long long)source->size);
+    return rc ? fault_set(fault, -rc, "file", "cannot be read: %s", strerror(-rc)) : 0;
+}
+
+int source_unwrap(struct source *source, struct source **out, char kind[16], struct fault *fault)
+{
+    uint8_t head[512];
+    int tar = 0, rc = read_head(source, head, fault);
+    kind[0] = 0;
+    if (!rc && (tar = unwrap_tar(&source, head, fault)) < 0)
+        rc = tar;
+    if (!rc && tar)
+        rc = read_head(source, head, fault);
+    bool zfile = !rc && memcmp(head, "ZFile", 5) == 0;
+    if (zfile)
+        rc = source_zfile(source, out, fault);
+    else if (!rc)
+        *out = source;
+    snprintf(kind, 16, "%s%s", tar > 0 ? "tar+" : "", zfile ? "zfile" : "lsmt");
+    if (rc)
+        source->close(source);
+    return rc;
 }
 
 int source_open(const char *path, struct source **out, char kind[16], struct fault *fault)
 {
     struct stat status;
-    uint8_t head[512] = {0};
-    uint64_t base = 0, size;
-    int rc, fd = open(path, O_RDONLY | O_CLOEXEC);
-    kind[0] = 0;
+    int fd = open(path, O_RDONLY | O_CLOEXEC);
     if (fd < 0)
         return fault_set(fault, errno, "path", "cannot open %s: %s", path, strerror(errno));
     if (fstat(fd, &status) || !S_ISREG(status.st_mode)) {
         close(fd);
         return fault_set(fault, EINVAL, "path", "%s is not a regular file", path);
     }
-    size = (uint64_t)status.st_size;
-    if (size < SMALLEST_FILE || read_fully(fd, head, sizeof head, 0)) {
-        close(fd);
-        return fault_set(fault, EBADMSG, "file", "%llu bytes are too few for a layer", (unsigned long long)size);
-    }
-    if (memcmp(head + 257, "ustar", 5) == 0 && (rc = tar_locate(fd, size, &base, &size, fault))) {
-        close(fd);
-        return rc;
-    }
-    struct source *file = source_file(fd, path, base, size);
+    struct source *file = source_file(fd, path, (uint64_t)status.st_size);
     if (!file)
         return fault_set(fault, ENOMEM, "memory", "out of memory");
-    bool zfile = false;
-    if ((rc = file->read(file, head, sizeof head, 0, false)))
-        rc = fault_set(fault, EBADMSG, "file", "%llu bytes are too few for a layer", (unsigned long long)size);
-    else if ((zfile = memcmp(head, "ZFile", 5) == 0))
-        rc = source_zfile(file, out, fault);
-    else
-        *out = file;
-    snprintf(kind, 16, "%s%s", base ? "tar+" : "", zfile ? "zfile" : "lsmt");
-    if (rc)
-        file->close(file);
-    return rc;
+    return source_unwrap(file, out, kind, fault);
 }

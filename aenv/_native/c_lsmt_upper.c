@@ -541,7 +541,7 @@ static struct layer *as_layer(int data_fd, const char *path, uint64_t data_end, 
     int fd = fcntl(data_fd, F_DUPFD_CLOEXEC, 0);
     if (fd < 0)
         return NULL;
-    struct source *source = source_file(fd, path, 0, data_end);
+    struct source *source = source_file(fd, path, data_end);
     if (!source)
         return NULL;
     header_info(header, &info);

@@ -2,6 +2,7 @@
  *
  * c_memory_scan.c     which pages a process has written to its private mapping
  * c_memory_layer.c    the file format: header, index and trailer, read (with all checks) and written
+ * c_memory_parent.c   what the guest's memory was before
  * c_memory_capture.c  dirty pages of a process into a new layer
  * c_memory_apply.c    a layer into a process, layers into a raw image
  *
@@ -12,6 +13,8 @@
 
 #include <stdint.h>
 #include <sys/types.h>
+
+#include "lsmt.h" /* struct memory_extent */
 
 #define PAGE_BYTES 4096u
 #define SECTOR_BYTES 512u
@@ -56,8 +59,8 @@ struct memory_segments {
 struct memory_stats {
   uint64_t dirty_pages;   /* found by the scan */
   uint64_t stored_pages;  /* written to the layer */
-  uint64_t zero_pages;    /* recorded as zero over a parent that is not */
-  uint64_t equal_pages;   /* left out: what the parent (or nothing, which is zeros) has */
+  uint64_t zero_pages;    /* recorded as zero over a parent that is not, or not known to be */
+  uint64_t equal_pages;   /* left out: what the parent has */
   uint64_t segments;      /* entries of the index */
   uint64_t file_bytes;
 };
@@ -67,8 +70,29 @@ int memory_is_zero(const void *page);
 int memory_read_at(int fd, void *buffer, size_t length, uint64_t offset);
 int memory_write_at(int fd, const void *buffer, size_t length, uint64_t offset);
 
-int memory_scan(pid_t pid, const struct memory_region *regions, int count, int use_ioctl, struct memory_pieces *out,
-                struct memory_failure *why);
+enum memory_wanted {
+  WANT_WRITTEN, /* pages that the process has written to its private mapping */
+  WANT_PRESENT, /* pages that are mapped now */
+};
+int memory_scan(pid_t pid, const struct memory_region *regions, int count, enum memory_wanted wanted, int use_ioctl,
+                struct memory_pieces *out, struct memory_failure *why);
+
+/* A memory map; what no extent covers is zeros. Several threads may read it at once. */
+struct memory_parent {
+  struct memory_parent_file *files;
+  int file_count;
+  const struct memory_extent *extents;
+  size_t count;
+};
+enum { PARENT_UNKNOWN, PARENT_ZERO, PARENT_DATA };
+/* Checks every field. Close it also after an error. The caller keeps the descriptors and the extents. */
+int memory_parent_open(struct memory_parent *parent, const int *fds, int files, const struct memory_extent *extents,
+                       size_t count, uint64_t virtual_size, struct memory_failure *why);
+void memory_parent_close(struct memory_parent *parent);
+/* Says for each guest page what the parent is there, and puts data in its place in `buffer`. `zero` tells which pages
+ * of the guest are zeros: for those it tries harder. */
+void memory_parent_read(const struct memory_parent *parent, const uint32_t *numbers, const uint8_t *zero, int pages,
+                        char *buffer, uint8_t *known);
 
 int memory_segments_add(struct memory_segments *list, struct memory_segment segment);
 int memory_layer_write_header(int fd, uint64_t virtual_size, const char *uuid, struct memory_failure *why);
@@ -78,9 +102,9 @@ int memory_layer_seal(int fd, uint64_t virtual_size, const char *uuid, uint64_t 
 /* Reads the index of a sealed layer for a memory of `virtual_size` bytes and checks every field. */
 int memory_layer_read(int fd, uint64_t virtual_size, struct memory_segments *out, struct memory_failure *why);
 
-int memory_capture(pid_t pid, const struct memory_region *regions, int count, uint64_t virtual_size, int parent_fd,
-                   int out_fd, int threads, int use_ioctl, const char *uuid, struct memory_stats *stats,
-                   struct memory_failure *why);
+int memory_capture(pid_t pid, const struct memory_region *regions, int count, uint64_t virtual_size,
+                   const struct memory_parent *parent, int out_fd, int threads, int use_ioctl, const char *uuid,
+                   struct memory_stats *stats, struct memory_failure *why);
 int memory_apply(int layer_fd, pid_t pid, const struct memory_region *regions, int count, uint64_t virtual_size,
                  int threads, uint64_t *pages, struct memory_failure *why);
 int memory_write_image(const int *layer_fds, int layers, int parent_fd, int out_fd, uint64_t virtual_size,

@@ -1,5 +1,5 @@
 /* Dirty pages of a stopped guest into a new layer. Workers take batches of pages, read them from the other process,
- * leave out what the parent image already says, and write the rest where an atomic counter tells them to: data in the
+ * leave out what the parent already says, and write the rest where an atomic counter tells them to: data in the
  * file has no order, the index is sorted at the end.
  */
 #define _GNU_SOURCE
@@ -11,14 +11,14 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
-#include <sys/stat.h>
 #include <sys/uio.h>
 
 #define DATA_START 4096u
 
 struct job {
   pid_t pid;
-  int parent_fd, out_fd;
+  int out_fd;
+  const struct memory_parent *parent;
   struct memory_pieces pieces;
   _Atomic uint64_t next_byte; /* end of the data in the file so far */
   pthread_mutex_t lock;       /* over all below */
@@ -34,6 +34,7 @@ struct worker {
   struct memory_stats stats;
   char *pages, *parent; /* a batch each */
   uint32_t numbers[BATCH_PAGES]; /* guest page of each page of the batch */
+  uint8_t zero[BATCH_PAGES], known[BATCH_PAGES]; /* is it zeros, and what is known of the parent's page */
 };
 
 static int next_batch(struct job *job, size_t *first, size_t *end) {
@@ -67,15 +68,13 @@ static int read_batch(struct worker *w, size_t first, size_t end, struct memory_
   ssize_t n = process_vm_readv(w->job->pid, &local, 1, remote, (unsigned long)count, 0);
   if (n < 0) return memory_fail(why, errno, "process_vm_readv");
   if ((size_t)n != local.iov_len) return memory_fail(why, EFAULT, "process_vm_readv: the mapping has changed");
-  if (w->job->parent_fd < 0) return pages;
-  for (size_t i = first, at = 0; i < end; i++) {
-    const struct memory_piece *p = &w->job->pieces.items[i];
-    size_t length = (size_t)p->count * PAGE_BYTES;
-    if (memory_read_at(w->job->parent_fd, w->parent + at, length, (uint64_t)p->page * PAGE_BYTES) < 0)
-      return memory_fail(why, errno, "read the parent image");
-    at += length;
-  }
   return pages;
+}
+
+static int is_equal(const struct worker *w, int i) {
+  size_t at = (size_t)i * PAGE_BYTES;
+  if (w->known[i] == PARENT_DATA) return memcmp(w->pages + at, w->parent + at, PAGE_BYTES) == 0;
+  return w->known[i] == PARENT_ZERO && w->zero[i];
 }
 
 static int add_page(struct worker *w, uint32_t page, uint64_t mapped, int zero) {
@@ -94,13 +93,12 @@ static int add_page(struct worker *w, uint32_t page, uint64_t mapped, int zero) 
 static int choose(struct worker *w, int pages, uint32_t *kept) {
   int stored = 0;
   w->stats.dirty_pages += (uint64_t)pages;
+  for (int i = 0; i < pages; i++) w->zero[i] = (uint8_t)memory_is_zero(w->pages + (size_t)i * PAGE_BYTES);
+  memory_parent_read(w->job->parent, w->numbers, w->zero, pages, w->parent, w->known);
   for (int i = 0; i < pages; i++) {
-    const char *page = w->pages + (size_t)i * PAGE_BYTES;
-    const char *parent = w->parent ? w->parent + (size_t)i * PAGE_BYTES : NULL;
-    int zero = memory_is_zero(page);
-    if (parent ? memcmp(page, parent, PAGE_BYTES) == 0 : zero) {
+    if (is_equal(w, i)) {
       w->stats.equal_pages++;
-    } else if (zero) {
+    } else if (w->zero[i]) {
       w->stats.zero_pages++;
       if (add_page(w, w->numbers[i], 0, 1) < 0) return -1;
     } else {
@@ -162,8 +160,8 @@ static char *new_batch(void) {
 
 static int make_buffers(struct worker *w) {
   w->pages = new_batch();
-  w->parent = w->job->parent_fd < 0 ? NULL : new_batch();
-  return w->pages && (w->parent || w->job->parent_fd < 0) ? 0 : -1;
+  w->parent = new_batch();
+  return w->pages && w->parent ? 0 : -1;
 }
 
 /* The calling thread is the first worker; a thread that cannot be had is done without. */
@@ -196,16 +194,6 @@ static int gather(struct worker *workers, int threads, struct memory_segments *a
   return 0;
 }
 
-static int check_parent(int parent_fd, uint64_t virtual_size, struct memory_failure *why) {
-  struct stat status;
-  if (parent_fd < 0) return 0;
-  if (fstat(parent_fd, &status) < 0) return memory_fail(why, errno, "stat the parent image");
-  if ((uint64_t)status.st_size != virtual_size)
-    return memory_fail(why, 0, "parent image: %lld bytes, the memory has %llu", (long long)status.st_size,
-                       (unsigned long long)virtual_size);
-  return 0;
-}
-
 static int capture(struct job *job, struct worker *workers, int threads, uint64_t virtual_size, const char *uuid,
                    struct memory_stats *stats, struct memory_failure *why) {
   struct memory_segments all = {0};
@@ -219,14 +207,13 @@ static int capture(struct job *job, struct worker *workers, int threads, uint64_
   return result;
 }
 
-int memory_capture(pid_t pid, const struct memory_region *regions, int count, uint64_t virtual_size, int parent_fd,
-                   int out_fd, int threads, int use_ioctl, const char *uuid, struct memory_stats *stats,
-                   struct memory_failure *why) {
-  struct job job = {.pid = pid, .parent_fd = parent_fd, .out_fd = out_fd, .lock = PTHREAD_MUTEX_INITIALIZER};
+int memory_capture(pid_t pid, const struct memory_region *regions, int count, uint64_t virtual_size,
+                   const struct memory_parent *parent, int out_fd, int threads, int use_ioctl, const char *uuid,
+                   struct memory_stats *stats, struct memory_failure *why) {
+  struct job job = {.pid = pid, .parent = parent, .out_fd = out_fd, .lock = PTHREAD_MUTEX_INITIALIZER};
   job.next_byte = DATA_START;
   memset(stats, 0, sizeof *stats);
-  if (check_parent(parent_fd, virtual_size, why) < 0) return -1;
-  int result = memory_scan(pid, regions, count, use_ioctl, &job.pieces, why);
+  int result = memory_scan(pid, regions, count, WANT_WRITTEN, use_ioctl, &job.pieces, why);
   struct worker *workers = calloc((size_t)threads, sizeof *workers);
   if (result == 0 && !workers) result = memory_fail(why, ENOMEM, "workers");
   if (result == 0) result = capture(&job, workers, threads, virtual_size, uuid, stats, why);

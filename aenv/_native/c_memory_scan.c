@@ -1,5 +1,5 @@
 /* Which pages of a MAP_PRIVATE file mapping has the process written? A page that is there and no longer belongs to the
- * file, or that is swapped out (pages of the file are dropped, never swapped).
+ * file, or that is swapped out (pages of the file are dropped, never swapped). And which are mapped at all?
  */
 #define _GNU_SOURCE
 #include "c_memory.h"
@@ -89,8 +89,8 @@ static int add_run(struct memory_pieces *out, uint64_t address, uint64_t page, u
 }
 
 /* 1: the kernel has no such call. */
-static int scan_by_ioctl(int pagemap, const struct memory_region *r, struct memory_pieces *out,
-                         struct memory_failure *why) {
+static int scan_by_ioctl(int pagemap, const struct memory_region *r, enum memory_wanted wanted,
+                         struct memory_pieces *out, struct memory_failure *why) {
   struct scan_region found[SCAN_REGIONS];
   struct scan_argument argument = {
       .size = sizeof argument,
@@ -98,8 +98,8 @@ static int scan_by_ioctl(int pagemap, const struct memory_region *r, struct memo
       .end = r->address + r->length,
       .vec = (uint64_t)(uintptr_t)found,
       .vec_len = SCAN_REGIONS,
-      .category_inverted = CATEGORY_FILE,
-      .category_mask = CATEGORY_FILE,
+      .category_inverted = wanted == WANT_WRITTEN ? CATEGORY_FILE : 0,
+      .category_mask = wanted == WANT_WRITTEN ? CATEGORY_FILE : 0,
       .category_anyof_mask = CATEGORY_PRESENT | CATEGORY_SWAPPED,
   };
   uint64_t seen = r->address; /* up to here */
@@ -123,8 +123,13 @@ static int scan_by_ioctl(int pagemap, const struct memory_region *r, struct memo
   return 0;
 }
 
-static int scan_by_read(int pagemap, const struct memory_region *r, struct memory_pieces *out,
-                        struct memory_failure *why) {
+static int is_wanted(uint64_t bits, enum memory_wanted wanted) {
+  if (bits & ENTRY_SWAPPED) return 1;
+  return bits & ENTRY_PRESENT && (wanted == WANT_PRESENT || !(bits & ENTRY_FILE));
+}
+
+static int scan_by_read(int pagemap, const struct memory_region *r, enum memory_wanted wanted,
+                        struct memory_pieces *out, struct memory_failure *why) {
   uint64_t entries[ENTRIES], pages = r->length / PAGE_BYTES, run = 0;
   uint64_t first = r->guest_offset / PAGE_BYTES;
   for (uint64_t at = 0; at < pages;) {
@@ -132,8 +137,7 @@ static int scan_by_read(int pagemap, const struct memory_region *r, struct memor
     if (memory_read_at(pagemap, entries, part * 8, (r->address / PAGE_BYTES + at) * 8) < 0)
       return memory_fail(why, errno, "read pagemap");
     for (uint64_t i = 0; i < part; i++, at++) {
-      uint64_t bits = entries[i];
-      if ((bits & ENTRY_SWAPPED) || ((bits & ENTRY_PRESENT) && !(bits & ENTRY_FILE))) {
+      if (is_wanted(entries[i], wanted)) {
         run++;
         continue;
       }
@@ -147,16 +151,16 @@ static int scan_by_read(int pagemap, const struct memory_region *r, struct memor
   return 0;
 }
 
-int memory_scan(pid_t pid, const struct memory_region *regions, int count, int use_ioctl, struct memory_pieces *out,
-                struct memory_failure *why) {
+int memory_scan(pid_t pid, const struct memory_region *regions, int count, enum memory_wanted wanted, int use_ioctl,
+                struct memory_pieces *out, struct memory_failure *why) {
   char path[40];
   snprintf(path, sizeof path, "/proc/%d/pagemap", (int)pid);
   int pagemap = open(path, O_RDONLY | O_CLOEXEC);
   if (pagemap < 0) return memory_fail(why, errno, "open %s", path);
   int result = 0;
   for (int i = 0; i < count && result == 0; i++) {
-    result = use_ioctl ? scan_by_ioctl(pagemap, &regions[i], out, why) : 1;
-    if (result == 1) result = scan_by_read(pagemap, &regions[i], out, why);
+    result = use_ioctl ? scan_by_ioctl(pagemap, &regions[i], wanted, out, why) : 1;
+    if (result == 1) result = scan_by_read(pagemap, &regions[i], wanted, out, why);
   }
   close(pagemap);
   return result;

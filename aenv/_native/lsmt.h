@@ -126,8 +126,10 @@ struct source {
     uint64_t size;
 };
 
-struct source *source_file(int fd, const char *path, uint64_t base, uint64_t size); /* owns fd; path may be NULL */
+struct source *source_file(int fd, const char *path, uint64_t size); /* owns fd; path may be NULL */
 int source_open(const char *path, struct source **out, char kind[16], struct fault *fault); /* sniffs tar and ZFile */
+/* What a layer's file holds: looks into tar and ZFile. Takes over `source`, closes it if it fails. */
+int source_unwrap(struct source *source, struct source **out, char kind[16], struct fault *fault);
 int source_zfile(struct source *inner, struct source **out, struct fault *fault);
 int zfile_verify(struct source *source, progress_t progress, void *opaque, struct fault *fault);
 
@@ -146,6 +148,8 @@ struct layer {
 };
 
 int layer_open(const char *path, struct layer **out, struct index **index, struct fault *fault);
+int layer_open_source(struct source *source, struct layer **out, struct index **index,
+                      struct fault *fault); /* takes over `source` */
 int layer_open_writable(const char *data, const char *index_path, struct layer **out, struct index **index,
                         struct fault *fault); /* reads a data + index pair without changing it */
 struct layer *layer_new(struct source *source, const struct layer_info *info);

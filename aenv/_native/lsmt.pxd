@@ -37,6 +37,8 @@ cdef extern from "lsmt.h" nogil:
     size_t index_find(const index *, uint64_t sector)
 
     struct source:
+        int (*read)(source *, void *buffer, size_t length, uint64_t offset, bint direct) noexcept nogil
+        void (*close)(source *) noexcept nogil
         uint64_t size
     ctypedef int (*progress_t)(void *, uint64_t) noexcept nogil
     int zfile_verify(source *, progress_t progress, void *opaque, fault *)
@@ -52,6 +54,7 @@ cdef extern from "lsmt.h" nogil:
         source *source
         layer_info info
     int layer_open(const char *path, layer **, index **, fault *)
+    int layer_open_source(source *, layer **, index **, fault *)
     int layer_open_writable(const char *data, const char *index_path, layer **, index **, fault *)
     void layer_unref(layer *)
 
@@ -140,6 +143,57 @@ cdef extern from "lsmt.h" nogil:
     stack *image_stack(image *)
     void image_upper_usage(image *, uint64_t *segments, uint64_t *bytes)
     void image_get_stats(const image *, image_stats *)
+
+
+cdef extern from "lsmt_cache.h" nogil:
+    struct cache_options:
+        uint64_t limit, prefetch_rate
+        uint32_t chunk_size, fetch_bytes, readahead, wait_ms, prefetch_most
+
+    struct cache_stats:
+        uint64_t hits, misses, joined, fetches, fetched_chunks, fetched_bytes, prefetched_chunks, failed_chunks
+        uint64_t expired, evicted_chunks, evicted_bytes, damaged_chunks, not_stored, used_bytes, limit, waiting
+        uint64_t queued, in_flight, layers
+
+    struct cache
+    int cache_open(const char *directory, const cache_options *, cache **, fault *)
+    void cache_unref(cache *)
+    void cache_get_stats(cache *, cache_stats *)
+
+    struct origin
+    origin *origin_new(cache *)
+    void origin_close(origin *)
+    void origin_unref(origin *)
+    bint origin_closed(origin *)
+
+    struct remote
+    int cache_attach(cache *, const char *name, uint64_t size, uint32_t chunk_size, origin *, source **, fault *)
+    remote *remote_of(source *)
+    const char *remote_name(const remote *)
+    uint32_t remote_chunk_size(const remote *)
+    void remote_get_stats(const remote *, cache_stats *)
+    size_t remote_prefetch(remote *, const uint64_t *chunks, size_t count, bint urgent)
+
+    struct fetch:
+        remote *remote
+        uint64_t first, offset
+        size_t length, chunk_size
+        unsigned count, delivered
+        char *buffer
+        bint prefetch, ended
+    fetch *origin_take(origin *, uint32_t wait_ms)
+    void fetch_deliver(fetch *)
+    void fetch_end(fetch *, int error)
+    void fetch_unref(fetch *)
+
+    struct trace
+    struct trace_entry:
+        uint32_t layer
+        uint64_t chunk
+    trace *trace_start(cache *, remote **, uint32_t count, size_t most)
+    size_t trace_count(trace *)
+    size_t trace_copy(trace *, trace_entry *, size_t room)
+    void trace_free(trace *)
 
 
 cdef class Image:

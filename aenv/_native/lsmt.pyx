@@ -3,6 +3,7 @@
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
 from libc.errno cimport EBADMSG, EBUSY, EEXIST, EINVAL, ENOENT, EOPNOTSUPP, EOVERFLOW, EROFS
 from libc.stdint cimport uint32_t, uint64_t
+from libc.stdlib cimport free, malloc
 from libc.stdlib cimport free
 from libc.string cimport memcpy
 
@@ -103,8 +104,11 @@ def crc32c(data, uint32_t crc=0):
     return crc32c_raw(crc, &view[0] if view.shape[0] else NULL, view.shape[0])
 
 
+include "lsmt_cache.pxi"
+
+
 cdef class Layer:
-    """A sealed layer (`Layer(path)`), or the content of a writable one (`Layer(data, index)`), open for reading."""
+    """A sealed layer (`Layer(path)` or `Layer(remote)`), or the content of a writable one (`Layer(data, index)`)."""
 
     cdef layer *_layer
     cdef index *_index
@@ -112,6 +116,17 @@ cdef class Layer:
 
     def __cinit__(self, path, index_path=None):
         cdef fault f
+        cdef int rc
+        if isinstance(path, Remote):
+            rc = self._open_remote(path, &f)
+        else:
+            rc = self._open_files(path, index_path, &f)
+        if rc:
+            self._layer = NULL
+            self._index = NULL
+            raise_fault(&f, self.path)
+
+    cdef int _open_files(self, object path, object index_path, fault *f) except? -1:
         cdef bytes data = os.fsencode(path)
         cdef bytes other = os.fsencode(index_path) if index_path is not None else b""
         cdef const char *c_data = data
@@ -121,13 +136,18 @@ cdef class Layer:
         self.path = os.fspath(path)
         with nogil:
             if writable:
-                rc = layer_open_writable(c_data, c_other, &self._layer, &self._index, &f)
+                rc = layer_open_writable(c_data, c_other, &self._layer, &self._index, f)
             else:
-                rc = layer_open(c_data, &self._layer, &self._index, &f)
-        if rc:
-            self._layer = NULL
-            self._index = NULL
-            raise_fault(&f, self.path)
+                rc = layer_open(c_data, &self._layer, &self._index, f)
+        return rc
+
+    cdef int _open_remote(self, Remote remote, fault *f) except? -1:
+        cdef source *attached = remote.attach()
+        cdef int rc
+        self.path = remote.name
+        with nogil:
+            rc = layer_open_source(attached, &self._layer, &self._index, f)
+        return rc
 
     def __dealloc__(self):
         if self._layer is not NULL:

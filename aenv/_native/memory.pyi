@@ -19,13 +19,18 @@ def capture(
     pid: int,
     regions: list[Region],
     size: int,
-    parent_fd: int,
+    parent_fds: list[int],
+    parent_extents: bytes,
     out_fd: int,
     *,
     threads: int = 2,
     uuid: str = ...,
     scan_by_ioctl: bool = True,
 ) -> Stats: ...
+def written_bytes(pid: int, regions: list[Region], size: int) -> int: ...
+def pages(
+    pid: int, regions: list[Region], size: int, *, written: bool, scan_by_ioctl: bool = True
+) -> list[tuple[int, int]]: ...
 def apply(layer_fd: int, pid: int, regions: list[Region], size: int, *, threads: int = 2) -> int: ...
 def write_image(layer_fds: list[int], size: int, parent_fd: int, out_fd: int) -> None: ...
 def segments(layer_fd: int, size: int) -> list[tuple[int, int, int | None]]: ...

@@ -2,6 +2,7 @@
 
 from libc.stdint cimport uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
+from libc.string cimport memset
 from posix.types cimport pid_t
 
 import os
@@ -41,10 +42,35 @@ cdef extern from "c_memory.h" nogil:
         uint64_t segments
         uint64_t file_bytes
 
+    struct memory_extent:
+        pass
+
+    struct memory_piece:
+        uint64_t address
+        uint32_t page, count
+
+    struct memory_pieces:
+        memory_piece *items
+        size_t count
+
+    enum memory_wanted:
+        WANT_WRITTEN
+        WANT_PRESENT
+
+    struct memory_parent:
+        pass
+
+    int memory_scan(
+        pid_t pid, const memory_region *regions, int count, memory_wanted wanted, int use_ioctl, memory_pieces *out,
+        memory_failure *why)
+    int memory_parent_open(
+        memory_parent *parent, const int *fds, int files, const memory_extent *extents, size_t count,
+        uint64_t virtual_size, memory_failure *why)
+    void memory_parent_close(memory_parent *parent)
     int memory_layer_read(int fd, uint64_t virtual_size, memory_segments *out, memory_failure *why)
     int memory_capture(
-        pid_t pid, const memory_region *regions, int count, uint64_t virtual_size, int parent_fd, int out_fd,
-        int threads, int use_ioctl, const char *uuid, memory_stats *stats, memory_failure *why)
+        pid_t pid, const memory_region *regions, int count, uint64_t virtual_size, const memory_parent *parent,
+        int out_fd, int threads, int use_ioctl, const char *uuid, memory_stats *stats, memory_failure *why)
     int memory_apply(
         int layer_fd, pid_t pid, const memory_region *regions, int count, uint64_t virtual_size, int threads,
         uint64_t *pages, memory_failure *why)
@@ -104,30 +130,103 @@ cdef memory_region *_regions(list regions, uint64_t size) except NULL:
     return result
 
 
+cdef int *_descriptors(list fds) except NULL:
+    cdef int *result = <int *>calloc(len(fds) + 1, sizeof(int))
+    if result == NULL:
+        raise MemoryError
+    cdef Py_ssize_t i
+    try:
+        for i in range(len(fds)):
+            result[i] = fds[i]
+    except BaseException:
+        free(result)
+        raise
+    return result
+
+
 def capture(
-    pid_t pid, list regions not None, size, int parent_fd, int out_fd, *, threads=2, str uuid=NO_UUID,
-    bint scan_by_ioctl=True,
+    pid_t pid, list regions not None, size, list parent_fds not None, bytes parent_extents not None, int out_fd, *,
+    threads=2, str uuid=NO_UUID, bint scan_by_ioctl=True,
 ):
     """Write all pages that process `pid` has changed in its private mapping to the empty file `out_fd`.
 
-    Returns a dict of counts, see `struct memory_stats`. `parent_fd` is the image that was mapped, or -1 for zeros.
+    The parent is what RAM held before: records of a `MemoryMap` (aenv/vmm/base.py) and its files; no records are zeros.
+    Returns a dict of counts, see `struct memory_stats`.
     """
     cdef bytes name = uuid.encode("ascii")
     if len(name) != 36:
         raise ValueError(f"{uuid!r} is not a UUID")
+    if len(parent_extents) % sizeof(memory_extent):
+        raise ValueError("parent extents are no whole number of records")
     cdef uint64_t c_size = _size(size)
-    cdef int c_threads = _threads(threads), count = <int>len(regions), result
+    cdef int c_threads = _threads(threads), count = <int>len(regions), files = <int>len(parent_fds), result
+    cdef size_t extents = len(parent_extents) // sizeof(memory_extent)
+    cdef const memory_extent *c_extents = <const memory_extent *><const char *>parent_extents
     cdef memory_stats stats
     cdef memory_failure why
+    cdef memory_parent parent
     cdef const char *c_name = name
     cdef memory_region *c_regions = _regions(regions, c_size)
-    with nogil:
-        result = memory_capture(
-            pid, c_regions, count, c_size, parent_fd, out_fd, c_threads, scan_by_ioctl, c_name, &stats, &why)
+    cdef int *c_fds = NULL
+    try:
+        c_fds = _descriptors(parent_fds)
+        with nogil:
+            result = memory_parent_open(&parent, c_fds, files, c_extents, extents, c_size, &why)
+            if result == 0:
+                result = memory_capture(
+                    pid, c_regions, count, c_size, &parent, out_fd, c_threads, scan_by_ioctl, c_name, &stats, &why)
+            memory_parent_close(&parent)
+    finally:
         free(c_regions)
+        free(c_fds)
     if result < 0:
         _raise(&why)
     return stats
+
+
+def written_bytes(pid_t pid, list regions not None, size):
+    """How much memory process `pid` has written to its private mapping."""
+    cdef uint64_t c_size = _size(size), total = 0
+    cdef int count = <int>len(regions), result
+    cdef memory_pieces found
+    cdef memory_failure why
+    cdef size_t i
+    cdef memory_region *c_regions = _regions(regions, c_size)
+    memset(&found, 0, sizeof(found))
+    with nogil:
+        result = memory_scan(pid, c_regions, count, WANT_WRITTEN, True, &found, &why)
+        for i in range(found.count):
+            total += <uint64_t>found.items[i].count * PAGE_BYTES
+        free(c_regions)
+        free(found.items)
+    if result < 0:
+        _raise(&why)
+    return total
+
+
+def pages(pid_t pid, list regions not None, size, *, bint written, bint scan_by_ioctl=True):
+    """The pages of process `pid` that it has written to its private mapping, or all that are mapped now: runs as
+    (guest offset, length) in bytes, as they lie in the regions."""
+    cdef uint64_t c_size = _size(size)
+    cdef int count = <int>len(regions), result
+    cdef memory_wanted wanted = WANT_WRITTEN if written else WANT_PRESENT
+    cdef memory_pieces found
+    cdef memory_failure why
+    cdef size_t i
+    cdef memory_region *c_regions = _regions(regions, c_size)
+    memset(&found, 0, sizeof(found))
+    with nogil:
+        result = memory_scan(pid, c_regions, count, wanted, scan_by_ioctl, &found, &why)
+        free(c_regions)
+    try:
+        if result < 0:
+            _raise(&why)
+        return [
+            (<uint64_t>found.items[i].page * PAGE_BYTES, <uint64_t>found.items[i].count * PAGE_BYTES)
+            for i in range(found.count)
+        ]
+    finally:
+        free(found.items)
 
 
 def apply(int layer_fd, pid_t pid, list regions not None, size, *, threads=2):

@@ -1,30 +1,43 @@
 """From a running machine to files: stop the vCPUs, save the device state, collect the memory that has changed.
 
-The machine stays paused, whatever happens: the caller resumes or kills it. On failure nothing is left in the directory.
+The machine stays paused, whatever happens: the caller resumes or kills it. What is slow and needs no stopped guest is
+done before (`capture` looks for space) or after (`sync_capture`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import time
 import uuid
+from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Generic, TypeVar
 
 from aenv._native import memory
 from aenv.errors import VmmError
 from aenv.snapshot.manifest import DELTA_NAME, MEMORY_NAME, STATE_NAME, sync_directory
-from aenv.vmm.base import MemoryRegion, Vm
+from aenv.vmm.base import MemoryMap, MemoryRegion, Vm
 
 # Reading another process's pages is limited by memory bandwidth; two streams fill it on small hosts.
 THREADS = min(4, os.cpu_count() or 1)
+# Index, trailer and what the guest writes between the look at its memory and its stop.
+SPACE_MARGIN = 16 << 20
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class CaptureStats:
-    """Sizes and times (seconds) of one capture. `stored_pages` of 4096 bytes went into the delta."""
+    """Sizes and times (seconds) of one capture. `stored_pages` of 4096 bytes went into the layer.
+
+    The guest was stopped for `frozen_s`: `pause_s`, and then the longest of `state_s`, `memory_s` and `beside_s`, which
+    overlap. `prepare_s` was before. `mappings` is how many the VMM process had.
+    """
 
     dirty_pages: int
     stored_pages: int
@@ -34,11 +47,177 @@ class CaptureStats:
     pause_s: float
     state_s: float
     memory_s: float
-    sync_s: float
+    sync_s: float = 0.0
+    equal_pages: int = 0
+    segments: int = 0
+    mappings: int = 0
+    prepare_s: float = 0.0
+    beside_s: float = 0.0
+    frozen_s: float = 0.0
 
     @property
     def total_s(self) -> float:
-        return self.pause_s + self.state_s + self.memory_s + self.sync_s
+        return self.prepare_s + self.frozen_s + self.sync_s
+
+
+@dataclass(frozen=True, slots=True)
+class Captured(Generic[T]):
+    """`beside` is what the work beside the capture has returned."""
+
+    stats: CaptureStats
+    beside: T
+
+
+class _Collector:
+    """Memory of one machine on its way into one layer. It has a thread of its own: a stopped guest must not wait for a
+    place in a pool that others fill."""
+
+    def __init__(self, vm: Vm, layer: Path, parent: MemoryMap | None) -> None:
+        self._vm = vm
+        self._layer = layer
+        self._parent = parent
+        self._executor = ThreadPoolExecutor(1, "capture")
+        self._stack = ExitStack()
+        self._fds: list[int] = []
+        self._out = -1
+        self.mappings = 0
+
+    async def _run(self, function: Callable[..., T], *arguments: object) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._executor, function, *arguments)
+
+    async def prepare(self) -> None:
+        """Open all files, and see that there is space for the layer."""
+        await self._run(self._open, await self._vm.memory_regions())
+
+    def _open(self, regions: list[MemoryRegion]) -> None:
+        try:
+            pid = regions[0].pid
+            expected = memory.written_bytes(pid, _spans(regions), _size(regions))
+            self.mappings = Path(f"/proc/{pid}/maps").read_bytes().count(b"\n")
+            space = os.statvfs(self._layer.parent)
+            if expected + SPACE_MARGIN > space.f_bavail * space.f_frsize:
+                raise VmmError(
+                    f"cannot capture the memory: {expected >> 20} MiB have changed, "
+                    f"{space.f_bavail * space.f_frsize >> 20} MiB are free in {self._layer.parent}"
+                )
+            self._fds = [_opened(self._stack, path, os.O_RDONLY) for path in self._parent.files] if self._parent else []
+            self._out = _opened(self._stack, self._layer, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        except OSError as error:
+            raise VmmError(f"cannot capture the memory: {error}") from error
+
+    async def collect(self) -> memory.Stats:
+        """PAUSED only."""
+        return await self._run(self._collect, await self._vm.memory_regions())
+
+    def _collect(self, regions: list[MemoryRegion]) -> memory.Stats:
+        try:
+            return memory.capture(
+                regions[0].pid,
+                _spans(regions),
+                _size(regions),
+                self._fds,
+                self._parent.extents if self._parent else b"",
+                self._out,
+                threads=THREADS,
+                uuid=str(uuid.uuid4()),
+            )
+        except (memory.LayerError, OSError) as error:
+            raise VmmError(f"cannot capture the memory: {error}") from error
+
+    def undo(self) -> None:
+        """Remove the layer, if it is ours."""
+        if self._out >= 0:
+            self._layer.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        self._stack.close()
+        self._executor.shutdown(wait=False)
+
+
+async def capture(
+    vm: Vm,
+    *,
+    state: Path,
+    layer: Path,
+    parent: MemoryMap | None,
+    beside: Callable[[], Awaitable[T]],
+) -> Captured[T]:
+    """Stop the vCPUs and write two new files: the device state, and a sealed layer of what differs from `parent`.
+
+    `parent` is what RAM was when nothing was written to it yet (None: zeros); any map that shows the same content will
+    do, with as many extents as it takes. `beside` is called when the vCPUs have stopped and runs meanwhile; it has run
+    to its end in any case. Nothing is durable yet: see `sync_capture`.
+
+    On failure neither file is there. Raises VmmError, and what `beside` raises.
+    """
+    begin = time.perf_counter()
+    collector = _Collector(vm, layer, parent)
+    saved = False
+
+    async def save() -> None:
+        nonlocal saved
+        await vm.save_state(state)
+        saved = True
+
+    try:
+        await _to_the_end(collector.prepare())
+        prepared = time.perf_counter()
+        await vm.pause()
+        paused = time.perf_counter()
+        (_, state_s), (found, memory_s), (result, beside_s) = await _to_the_end(
+            _timed(save()), _timed(collector.collect()), _timed(beside())
+        )
+        done = time.perf_counter()
+        state_bytes = state.stat().st_size
+    except BaseException:
+        collector.undo()
+        if saved:
+            state.unlink(missing_ok=True)
+        raise
+    finally:
+        collector.close()
+    stats = CaptureStats(
+        dirty_pages=found["dirty_pages"],
+        stored_pages=found["stored_pages"],
+        zero_pages=found["zero_pages"],
+        equal_pages=found["equal_pages"],
+        segments=found["segments"],
+        memory_bytes=found["file_bytes"],
+        state_bytes=state_bytes,
+        mappings=collector.mappings,
+        prepare_s=prepared - begin,
+        pause_s=paused - prepared,
+        state_s=state_s,
+        memory_s=memory_s,
+        beside_s=beside_s,
+        frozen_s=done - prepared,
+    )
+    return Captured(stats, result)
+
+
+async def nothing_beside() -> None:
+    """For a capture without more work."""
+
+
+async def sync_capture(state: Path, layer: Path) -> None:
+    """Make the files of a capture and their names durable. The guest may run. Raises VmmError."""
+    await asyncio.to_thread(_sync, state, layer)
+
+
+async def write_base(vm: Vm, *, state: Path, layer: Path) -> CaptureStats:
+    """The whole RAM of a machine that was booted, as one durable layer for the block server to serve; and its state.
+
+    The machine stays paused. On failure neither file is there. Raises VmmError.
+    """
+    captured = await capture(vm, state=state, layer=layer, parent=None, beside=nothing_beside)
+    begin = time.perf_counter()
+    try:
+        await sync_capture(state, layer)
+    except BaseException:
+        for path in (state, layer):
+            path.unlink(missing_ok=True)
+        raise
+    return dataclasses.replace(captured.stats, sync_s=time.perf_counter() - begin)
 
 
 async def capture_delta(vm: Vm, directory: Path, *, parent_image: Path | None, sync: bool = True) -> CaptureStats:
@@ -47,34 +226,19 @@ async def capture_delta(vm: Vm, directory: Path, *, parent_image: Path | None, s
     With `sync` both are durable when this returns. Raises VmmError.
     """
     state, delta = directory / STATE_NAME, directory / DELTA_NAME
+    begin = time.perf_counter()
     try:
+        size = _size(await vm.memory_regions())
+        parent = None if parent_image is None else MemoryMap.whole(parent_image, size)
+        captured = await capture(vm, state=state, layer=delta, parent=parent, beside=nothing_beside)
         begin = time.perf_counter()
-        await vm.pause()
-        paused = time.perf_counter()
-        await vm.save_state(state)
-        saved = time.perf_counter()
-        regions = await vm.memory_regions()
-        stats = await asyncio.to_thread(_collect, regions, parent_image, delta)
-        collected = time.perf_counter()
         if sync:
-            await asyncio.to_thread(_sync, state, delta)
-        synced = time.perf_counter()
-        state_bytes = state.stat().st_size
+            await sync_capture(state, delta)
     except BaseException:
         for path in (state, delta):
             path.unlink(missing_ok=True)
         raise
-    return CaptureStats(
-        dirty_pages=stats["dirty_pages"],
-        stored_pages=stats["stored_pages"],
-        zero_pages=stats["zero_pages"],
-        memory_bytes=stats["file_bytes"],
-        state_bytes=state_bytes,
-        pause_s=paused - begin,
-        state_s=saved - paused,
-        memory_s=collected - saved,
-        sync_s=synced - collected,
-    )
+    return dataclasses.replace(captured.stats, sync_s=time.perf_counter() - begin)
 
 
 async def capture_template(vm: Vm, directory: Path, *, parent_image: Path | None) -> CaptureStats:
@@ -115,33 +279,46 @@ def flatten(directory: Path, parent_image: Path | None, size: int) -> None:
         delta.unlink(missing_ok=True)
 
 
-def _collect(regions: list[MemoryRegion], parent_image: Path | None, delta: Path) -> memory.Stats:
-    size = sum(region.length for region in regions)
-    with ExitStack() as stack:
+def _spans(regions: list[MemoryRegion]) -> list[memory.Region]:
+    return [(r.address, r.guest_offset, r.length) for r in regions]
+
+
+def _size(regions: list[MemoryRegion]) -> int:
+    return sum(region.length for region in regions)
+
+
+async def _timed(work: Awaitable[T]) -> tuple[T, float]:
+    begin = time.perf_counter()
+    return await work, time.perf_counter() - begin
+
+
+async def _to_the_end(*work: Coroutine[Any, Any, Any]) -> list[Any]:
+    """Run all at once; when this returns or raises none is running any more, for threads cannot be cancelled. The first
+    error in the order of the arguments is raised."""
+    tasks = [asyncio.ensure_future(one) for one in work]
+    cancelled: asyncio.CancelledError | None = None
+    while pending := [task for task in tasks if not task.done()]:
         try:
-            parent = -1 if parent_image is None else _opened(stack, parent_image, os.O_RDONLY)
-            out = _opened(stack, delta, os.O_RDWR | os.O_CREAT | os.O_EXCL)
-            return memory.capture(
-                regions[0].pid,
-                [(r.address, r.guest_offset, r.length) for r in regions],
-                size,
-                parent,
-                out,
-                threads=THREADS,
-                uuid=str(uuid.uuid4()),
-            )
-        except (memory.LayerError, OSError) as error:
-            raise VmmError(f"cannot capture the memory: {error}") from error
+            await asyncio.wait(pending)
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled
+    return [task.result() for task in tasks]
 
 
 def _sync(*paths: Path) -> None:
-    for path in paths:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-    sync_directory(paths[0].parent)
+    try:
+        for path in paths:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+        for directory in {path.parent for path in paths}:
+            sync_directory(directory)
+    except OSError as error:
+        raise VmmError(f"cannot make {paths[-1]} durable: {error}") from error
 
 
 def _opened(stack: ExitStack, path: Path, flags: int) -> int:

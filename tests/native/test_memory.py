@@ -92,6 +92,12 @@ def child() -> Iterator[Child]:
     child.end()
 
 
+def capture(pid: int, regions: list[memory.Region], size: int, parent: int, out: int, **options: object):
+    """With the whole file `parent` as parent; -1: with zeros."""
+    extents = b"" if parent < 0 else struct.pack("=QQIIQ", 0, size, 0, 0, 0)
+    return memory.capture(pid, regions, size, [] if parent < 0 else [parent], extents, out, **options)  # type: ignore[arg-type]
+
+
 def page(byte: int) -> bytes:
     return bytes([byte]) * PAGE
 
@@ -157,7 +163,7 @@ def test_capture_is_the_model(child, tmp_path, parent, writes, runs, ioctl, thre
     try:
         child(map=str(base), write=writes, read=True)
         regions = child.regions(base)
-        stats = memory.capture(
+        stats = capture(
             child.pid, regions, SIZE, -1 if blank else fds[0], fds[1], threads=threads, uuid=UUID, scan_by_ioctl=ioctl
         )
         assert stats["dirty_pages"] == len(writes)
@@ -214,7 +220,7 @@ def test_many_scattered_pages_are_captured_once_each(tmp_path, runs, ioctl):
                 mapping[page * PAGE : (page + 1) * PAGE] = b"\2" * PAGE
                 dirty.add(page)
         with (tmp_path / "layer").open("w+b") as layer:
-            stats = memory.capture(
+            stats = capture(
                 os.getpid(), [(address, 0, size)], size, file.fileno(), layer.fileno(), threads=2, scan_by_ioctl=ioctl
             )
             pages = [
@@ -232,11 +238,11 @@ def test_delta_of_a_delta_is_cumulative(child, tmp_path):
     fds = [new_file(base, page(9) * PAGES), new_file(tmp_path / "one"), new_file(tmp_path / "two")]
     try:
         child(map=str(base), write={3: 1, 4: 0, 5: 2})
-        memory.capture(child.pid, child.regions(base), SIZE, fds[0], fds[1])
+        capture(child.pid, child.regions(base), SIZE, fds[0], fds[1])
         child(map=str(base))
         memory.apply(fds[1], child.pid, child.regions(base), SIZE)
         child(write={5: 9, 600: 7})
-        memory.capture(child.pid, child.regions(base), SIZE, fds[0], fds[2], uuid=UUID)
+        capture(child.pid, child.regions(base), SIZE, fds[0], fds[2], uuid=UUID)
         model = bytearray(page(9) * PAGES)
         for number, byte in {3: 1, 4: 0, 600: 7}.items():
             model[number * PAGE : (number + 1) * PAGE] = page(byte)
@@ -381,16 +387,16 @@ def test_layer_in_the_format_of_others_is_accepted(tmp_path):
 )
 def test_bad_regions_are_refused(regions, size, text):
     for call in (
-        lambda: memory.capture(os.getpid(), regions, size, -1, 1),
+        lambda: capture(os.getpid(), regions, size, -1, 1),
         lambda: memory.apply(0, os.getpid(), regions, size),
     ):
         with pytest.raises(ValueError, match=text):
             call()
     for threads in (0, 17):
         with pytest.raises(ValueError, match="threads"):
-            memory.capture(os.getpid(), [(PAGE, 0, PAGE)], PAGE, -1, 1, threads=threads)
+            capture(os.getpid(), [(PAGE, 0, PAGE)], PAGE, -1, 1, threads=threads)
     with pytest.raises(ValueError, match="UUID"):
-        memory.capture(os.getpid(), [(PAGE, 0, PAGE)], PAGE, -1, 1, uuid="short")
+        capture(os.getpid(), [(PAGE, 0, PAGE)], PAGE, -1, 1, uuid="short")
 
 
 def test_layer_that_fits_no_region_changes_nothing(child, tmp_path):
@@ -420,11 +426,11 @@ def test_process_that_dies_and_mapping_that_goes(tmp_path):
         regions = child.regions(base)
         with pytest.raises(OSError, match="process_vm_writev: Bad address"):
             memory.apply(fds[1], child.pid, [(4096, 0, SIZE)], SIZE)
-        with pytest.raises(memory.LayerError, match="parent image"):
-            memory.capture(child.pid, regions, SIZE, fds[1], fds[2])
+        with pytest.raises(memory.LayerError, match="parent extent 0: beyond the end of its file"):
+            capture(child.pid, regions, SIZE, fds[1], fds[2])
         child.end()
         with pytest.raises(OSError, match=r"No such (file|process)"):
-            memory.capture(child.pid, regions, SIZE, -1, fds[2])
+            capture(child.pid, regions, SIZE, -1, fds[2])
         with pytest.raises(OSError, match="No such process"):
             memory.apply(fds[1], child.pid, regions, SIZE)
     finally:
@@ -438,7 +444,7 @@ def test_full_disk_is_an_error(child, tmp_path):
     try:
         child(map=str(base), write={7: 7})
         with pytest.raises(OSError, match="No space"):
-            memory.capture(child.pid, child.regions(base), SIZE, -1, fds[1])
+            capture(child.pid, child.regions(base), SIZE, -1, fds[1])
     finally:
         for fd in fds:
             os.close(fd)
