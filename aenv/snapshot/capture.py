@@ -20,7 +20,7 @@ from typing import Any, Generic, TypeVar
 
 from aenv._native import memory
 from aenv.errors import VmmError
-from aenv.snapshot.manifest import sync_directory
+from aenv.snapshot.manifest import DELTA_NAME, MEMORY_NAME, STATE_NAME, sync_directory
 from aenv.vmm.base import MemoryMap, MemoryRegion, Vm
 
 # Reading another process's pages is limited by memory bandwidth; two streams fill it on small hosts.
@@ -218,6 +218,65 @@ async def write_base(vm: Vm, *, state: Path, layer: Path) -> CaptureStats:
             path.unlink(missing_ok=True)
         raise
     return dataclasses.replace(captured.stats, sync_s=time.perf_counter() - begin)
+
+
+async def capture_delta(vm: Vm, directory: Path, *, parent_image: Path | None, sync: bool = True) -> CaptureStats:
+    """Write `state` and `memory.lsmt`, the changes to `parent_image` (the image the machine maps; None for zeros).
+
+    With `sync` both are durable when this returns. Raises VmmError.
+    """
+    state, delta = directory / STATE_NAME, directory / DELTA_NAME
+    begin = time.perf_counter()
+    try:
+        size = _size(await vm.memory_regions())
+        parent = None if parent_image is None else MemoryMap.whole(parent_image, size)
+        captured = await capture(vm, state=state, layer=delta, parent=parent, beside=nothing_beside)
+        begin = time.perf_counter()
+        if sync:
+            await sync_capture(state, delta)
+    except BaseException:
+        for path in (state, delta):
+            path.unlink(missing_ok=True)
+        raise
+    return dataclasses.replace(captured.stats, sync_s=time.perf_counter() - begin)
+
+
+async def capture_template(vm: Vm, directory: Path, *, parent_image: Path | None) -> CaptureStats:
+    """Write `state` and `memory`, the whole RAM as a sparse image, durably.
+
+    A caller that wants its guest back sooner takes `capture_delta`, resumes, and then calls `flatten`.
+    """
+    stats = await capture_delta(vm, directory, parent_image=parent_image, sync=False)
+    try:
+        size = sum(region.length for region in await vm.memory_regions())
+        await asyncio.to_thread(flatten, directory, parent_image, size)
+    except BaseException:
+        (directory / STATE_NAME).unlink(missing_ok=True)
+        raise
+    return stats
+
+
+def flatten(directory: Path, parent_image: Path | None, size: int) -> None:
+    """Turn the delta in `directory` over `parent_image` into the complete image `memory` of `size` bytes, durably.
+
+    The delta is removed, on failure too. Blocking: for a thread.
+    """
+    delta, image = directory / DELTA_NAME, directory / MEMORY_NAME
+    try:
+        with ExitStack() as stack:
+            layer = _opened(stack, delta, os.O_RDONLY)
+            parent = -1 if parent_image is None else _opened(stack, parent_image, os.O_RDONLY)
+            out = _opened(stack, image, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+            memory.write_image([layer], size, parent, out)
+        _sync(directory / STATE_NAME, image)
+    except (memory.LayerError, OSError) as error:
+        image.unlink(missing_ok=True)
+        raise VmmError(f"cannot write the memory image {image}: {error}") from error
+    except BaseException:
+        image.unlink(missing_ok=True)
+        raise
+    finally:
+        delta.unlink(missing_ok=True)
 
 
 def _spans(regions: list[MemoryRegion]) -> list[memory.Region]:
