@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import ssl
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -155,6 +156,7 @@ async def _stop_blocks(blocks: Blocks) -> None:
     """End the block server, unless a machine that could not be ended still uses it: the next daemon takes it over."""
     try:
         await blocks.close(stop_server=True)
+        shutil.rmtree(blocks.folder, ignore_errors=True)
     except AenvError as error:
         log.warning("the block server is left running: %s", error)
         await blocks.close()

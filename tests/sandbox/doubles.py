@@ -1,6 +1,8 @@
-"""Stand-ins for machines: everything `Manager` asks of `Machines`, without a VM, and guests that answer HTTP.
+"""Stand-ins for what `Machines` is made of: VMM, network slots, block server. All above them is real.
 
-A `Host` outlives the daemons that a test starts on it, as the machines of a real one do.
+A `Host` outlives the daemons that a test starts on it, as the machines and the block server of a real one do. Guests
+have a content, in memory and on disk, and layers hold what has changed of it, as JSON objects in files. Device state
+says which content it belongs to: a machine that is given other memory or another disk than it had is a fault.
 """
 
 from __future__ import annotations
@@ -9,56 +11,319 @@ import asyncio
 import contextlib
 import itertools
 import json
-import secrets
+import os
 import shutil
 import socket
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
+from unittest import mock
+from weakref import WeakValueDictionary
 
-from aenv.config import Config, load
-from aenv.errors import NotFoundError, VmmError
+from aenv.errors import AenvError, ConflictError, InvalidInputError, NotFoundError, VmmError
 from aenv.network.base import Policy
-from aenv.network.slot import Slot
-from aenv.sandbox.machines import Machines, Running
-from aenv.sandbox.manager import Manager
-from aenv.sandbox.store import Machine, Store
-from aenv.sandbox.tokens import Tokens
-from aenv.snapshot.capture import CaptureStats
-from aenv.storage.repository import Repository, Template
-from aenv.vmm.base import Disk, Exit, Vm
-from tests.storage.templates import committed
+from aenv.network.pool import SlotPool
+from aenv.snapshot.capture import Captured, CaptureStats
+from aenv.storage.blocks import Blocks
+from aenv.vmm.base import Disk, Exit, Machine, MemoryMap, MemoryRegion, Nic, Vmm, VmmKind, VmState
 
-STATS = CaptureStats(3, 2, 1, 8192, 100, 0.001, 0.001, 0.001, 0.001)
+Content = dict[str, str]
+
 METRICS = {
     "ts": 1, "cpu_count": 1, "cpu_used_pct": 1.5, "mem_total": 100, "mem_used": 50, "disk_used": 5, "disk_total": 10,
 }  # fmt: skip
 GuestHandler = Callable[["FakeSlot", asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+UNSEALED = "(writable)"  # a key in a layer that is not sealed
+FIRST_PID = 5_000_000  # above what Linux gives to processes: no real one is ever meant
+PIDS = itertools.count(FIRST_PID)
+VMS: WeakValueDictionary[int, FakeVm] = WeakValueDictionary()
+
+
+def content_of(path: Path) -> Content:
+    return cast(Content, json.loads(path.read_bytes()))
+
+
+def merged(layers: Sequence[Content]) -> Content:
+    return {key: value for layer in layers for key, value in layer.items() if key != UNSEALED}
+
+
+class Host:
+    """The machines of one host. `fail` maps a step to the error it raises, `hold` to what it waits for.
+
+    `fail_at` and `stop_at` count steps down: at zero, one step fails (with `error`), or all wait for ever from there on.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.alive: dict[int, tuple[FakeVm, FakeSlot]] = {}  # by pid
+        self.slots: dict[int, FakeSlot] = {}  # those in use, by index
+        self.adopted: set[int] = set()  # indices of slots
+        self.indices = itertools.count(1)
+        self.count: Counter[str] = Counter()
+        self.fail: dict[str, Exception] = {}
+        self.hold: dict[str, asyncio.Event] = {}
+        self.reached: dict[str, asyncio.Event] = {}
+        self.fail_at: int | None = None
+        self.stop_at: int | None = None
+        self.error: Exception = VmmError("no")
+        self.stopped_at = ""  # the step at which all stopped
+        self.guest: GuestHandler = healthy
+        self.listens = True
+        self.metrics: dict[str, Any] = dict(METRICS)
+        self.servers: set[asyncio.Task[None]] = set()
+        self.jitter: Callable[[], float] | None = None
+        self.faults: list[str] = []
+        root.mkdir(parents=True, exist_ok=True)
+        self.blocks = FakeBlocks(self, root / "shown")
+
+    async def step(self, name: str) -> None:
+        """A point where a test can wait, delay or fail."""
+        self.count[name] += 1
+        self.reached.setdefault(name, asyncio.Event()).set()
+        if self.stop_at is not None:
+            self.stop_at -= 1
+            if self.stop_at < 0:
+                self.stopped_at = self.stopped_at or name
+                await asyncio.Event().wait()
+        if name in self.hold:
+            await self.hold[name].wait()
+        if self.jitter is not None:
+            await asyncio.sleep(self.jitter())
+        if self.fail_at is not None:
+            self.fail_at -= 1
+            if self.fail_at < 0:
+                self.fail_at, self.stopped_at = None, name
+                raise self.error
+        if name in self.fail:
+            raise self.fail[name]
+
+    async def until(self, name: str) -> None:
+        """Wait until a step is reached (again: clear `reached` first)."""
+        await asyncio.wait_for(self.reached.setdefault(name, asyncio.Event()).wait(), 10)
+
+    def fault(self, what: str) -> VmmError:
+        """Something that must never happen."""
+        self.faults.append(what)
+        return VmmError(what)
+
+    async def close(self) -> None:
+        for task in list(self.servers):
+            task.cancel()
+        await asyncio.gather(*self.servers, return_exceptions=True)
+
+
+# The block server
+
+
+@dataclass
+class FakeImage:
+    """Layers are read when the image is opened: an open file needs no name."""
+
+    name: str
+    path: Path
+    layers: list[Path]
+    below: list[Content]
+    data: Path | None
+    index: Path | None
+    upper: Content
+
+    def read(self) -> Content:
+        return merged([*self.below, self.upper])
+
+    def write(self, key: str, value: str) -> None:
+        assert self.data is not None
+        self.upper[key] = value
+        if self.data.exists():
+            self.data.write_text(json.dumps({UNSEALED: "", **self.upper}))
+
+
+class FakeBlocks:
+    """The methods of `Blocks` that are used. It outlives daemons."""
+
+    def __init__(self, host: Host, directory: Path) -> None:
+        self.host = host
+        self.directory = directory
+        self.images: dict[str, FakeImage] = {}
+        self.frozen: dict[int, Path] = {}  # layers that are being sealed: inode and index file
+        directory.mkdir()
+
+    async def create(self, data: Path, index: Path, size: int) -> str:
+        await self.host.step("create layer")
+        self._make(data, index)
+        return "uuid"
+
+    def _make(self, data: Path, index: Path) -> None:
+        for path in (data, index):
+            if path.exists():
+                raise ConflictError(f"{path} exists")
+        data.write_text(json.dumps({UNSEALED: ""}))
+        index.touch()
+
+    async def open(
+        self,
+        image: str,
+        layers: Sequence[Path],
+        *,
+        data: Path | None = None,
+        index: Path | None = None,
+        cached: bool = False,
+        mode: int = 0o600,
+    ) -> dict[str, Any]:
+        await self.host.step("open image")
+        if image in self.images:
+            raise ConflictError(f"{image} is open already")
+        for layer in layers:
+            if UNSEALED in content_of(layer) and layer.stat().st_ino not in self.frozen:
+                raise InvalidInputError("layers", f"{layer} is not sealed")
+        path = self.directory / image
+        found = FakeImage(image, path, list(layers), [content_of(layer) for layer in layers], data, index, {})
+        path.write_text(json.dumps(found.read()))
+        self.images[image] = found
+        return self._describe(found)
+
+    async def close_image(self, image: str) -> None:
+        await self.host.step("close image")
+        found = self._find(image)
+        if self._users(found):
+            raise ConflictError(f"{image} is in use")
+        for layer in found.layers:  # what is under way in the background is finished
+            if layer.exists() and (index := self.frozen.get(layer.stat().st_ino)) is not None:
+                self._seal(layer, index)
+        del self.images[image]
+        found.path.unlink()
+
+    async def restack(self, image: str, data: Path, index: Path) -> Path:
+        await self.host.step("restack")
+        found = self._find(image)
+        assert found.data is not None
+        assert found.index is not None
+        self._make(data, index)
+        self.frozen[found.data.stat().st_ino] = found.index
+        sealed = found.data
+        found.layers.append(found.data)
+        found.below.append(found.upper)
+        found.data, found.index, found.upper = data, index, {}
+        return sealed
+
+    async def seal(self, data: Path, index: Path) -> None:
+        await self.host.step("seal")
+        if any(image.data == data for image in self.images.values()):
+            raise ConflictError(f"{data} is the writable layer of an open image")
+        if not data.exists():
+            raise NotFoundError(f"{data} does not exist")
+        self._seal(data, index)
+
+    def _seal(self, data: Path, index: Path) -> None:
+        data.write_text(json.dumps(merged([content_of(data)])))
+        self.frozen.pop(data.stat().st_ino, None)
+        index.unlink(missing_ok=True)
+
+    async def list_images(self) -> list[dict[str, Any]]:
+        return [self._describe(image) for image in self.images.values()]
+
+    def _find(self, image: str) -> FakeImage:
+        if image not in self.images:
+            raise NotFoundError(f"{image} is not open")
+        return self.images[image]
+
+    def _users(self, image: FakeImage) -> list[FakeVm]:
+        vms = [vm for vm, _ in self.host.alive.values() if not vm.dead]
+        return [vm for vm in vms if vm.disk is image or image.path in vm.files]
+
+    def _describe(self, image: FakeImage) -> dict[str, Any]:
+        return {
+            "image": image.name,
+            "path": str(image.path),
+            "layers": [str(layer) for layer in image.layers],
+            "data": None if image.data is None else str(image.data),
+            "index": None if image.index is None else str(image.index),
+            "opens": len(self._users(image)),
+        }
+
+
+# Machines
 
 
 class FakeVm:
-    def __init__(self, host: Host, run_dir: Path) -> None:
+    kind = VmmKind.QEMU_TCG
+
+    def __init__(self, host: Host, run_dir: Path, state: VmState) -> None:
         self.host = host
-        self.pid = next(host.pids)
+        self.pid = next(PIDS)
         self.start_time = 1000 + self.pid
         self.run_dir = run_dir
-        self.runs = False
-        self.dead = False
+        self.state = state
+        self.memory: Content = {}
+        self.private: set[str] = set()  # what was written since its memory was mapped
+        self.files: set[Path] = set()
+        self.disk: FakeImage | None = None
         self.console = b""
+        self.on_io_error: Callable[[str], None] | None = None
         self.exited: asyncio.Future[Exit] = asyncio.get_running_loop().create_future()
+        run_dir.mkdir(parents=True)
+        VMS[self.pid] = self
+
+    @property
+    def runs(self) -> bool:
+        return self.state is VmState.RUNNING
+
+    @property
+    def dead(self) -> bool:
+        return self.state is VmState.EXITED
+
+    async def _do(self, step: str, *states: VmState) -> None:
+        await self.host.step(step)
+        if self.dead:
+            raise VmmError("the machine is gone")
+        if states and self.state not in states:
+            raise self.host.fault(f"{step}: the machine is {self.state.value}")
+
+    async def map_memory(self, map: MemoryMap) -> None:  # noqa: A002
+        await self._do("map", VmState.PREPARED)
+        self.memory = merged([content_of(path) for path in map.files])
+        self.private.clear()
+        self.files |= set(map.files)
+
+    async def attach_disk(self, disk: Disk) -> None:
+        await self._do("attach", VmState.PREPARED)
+        self.attach(disk)
+
+    def attach(self, disk: Disk) -> None:
+        (self.disk,) = (image for image in self.host.blocks.images.values() if image.path == disk.path)
+        for vm, _ in self.host.alive.values():
+            if vm is not self and vm.disk is self.disk:
+                raise self.host.fault("two machines write to one disk")
+
+    async def load_state(self, state: Path) -> None:
+        await self._do("load", VmState.PREPARED)
+        if not state.exists():
+            raise VmmError("there is no state to restore")
+        assert self.disk is not None
+        saved = json.loads(state.read_bytes())
+        for what, present in (("memory", self.memory), ("disk", self.disk.read())):
+            if saved.get(what, {}) != present:
+                raise self.host.fault(f"restored with {what} {present} instead of {saved.get(what)}")
+        self.state = VmState.PAUSED
 
     async def resume(self) -> None:
-        await self.host.step("resume")
-        if self.dead:
-            raise VmmError("the machine is gone")
-        self.runs = True
+        await self._do("resume", VmState.PAUSED, VmState.RUNNING, VmState.IO_ERROR)
+        self.state = VmState.RUNNING
 
     async def pause(self) -> None:
-        await self.host.step("vm.pause")
-        if self.dead:
-            raise VmmError("the machine is gone")
-        self.runs = False
+        await self._do("vm.pause", VmState.PAUSED, VmState.RUNNING, VmState.IO_ERROR)
+        self.state = VmState.PAUSED
+
+    async def save_state(self, state: Path) -> None:
+        assert self.disk is not None
+        saved = {"memory": dict(self.memory), "disk": self.disk.read()}
+        await self._do("save", VmState.PAUSED)
+        with state.open("x") as file:
+            json.dump(saved, file)
+
+    async def memory_regions(self) -> list[MemoryRegion]:
+        return [MemoryRegion(self.pid, 0, 0, 128 << 20)]
 
     async def serial_since(self, position: int) -> tuple[bytes, int]:
         return self.console[position:], len(self.console)
@@ -66,12 +331,94 @@ class FakeVm:
     async def serial_tail(self, limit: int = 4096) -> str:
         return "last words on the console"
 
+    async def kill(self) -> None:
+        await self.host.step("kill")
+        self.end("killed")
+
+    def end(self, reason: str) -> None:
+        if self.host.alive.pop(self.pid, None) is not None:
+            self.host.count["ended"] += 1
+        shutil.rmtree(self.run_dir, ignore_errors=True)
+        self.die(reason)
+
     def die(self, reason: str = "killed by signal 9") -> None:
         """The process ends by itself."""
-        self.runs = False
-        self.dead = True
+        self.state = VmState.EXITED
         if not self.exited.done():
             self.exited.set_result(Exit(reason, "kernel panic"))
+
+    # What its programs do
+
+    def write(self, key: str, value: str) -> None:
+        assert self.runs
+        self.memory[key] = value
+        self.private.add(key)
+
+    def write_disk(self, key: str, value: str) -> None:
+        assert self.runs
+        assert self.disk is not None
+        self.disk.write(key, value)
+
+
+class FakeVmm:
+    kind = VmmKind.QEMU_TCG
+    version = "7.2"
+    cpu_model = "max"
+
+    def __init__(self, host: Host) -> None:
+        self.host = host
+
+    async def prepare(self, machine: Machine, *, nic: Nic, run_dir: Path) -> FakeVm:
+        await self.host.step("prepare")
+        return self._start(nic, run_dir, VmState.PREPARED)
+
+    async def boot(self, machine: Machine, *, disk: Disk, nic: Nic, run_dir: Path) -> FakeVm:
+        await self.host.step("boot")
+        vm = self._start(nic, run_dir, VmState.RUNNING)
+        vm.attach(disk)
+        return vm
+
+    def _start(self, nic: Nic, run_dir: Path, state: VmState) -> FakeVm:
+        vm = FakeVm(self.host, run_dir, state)
+        wired = os.fstat(nic.tap_fd).st_ino
+        (slot,) = (slot for slot in self.host.slots.values() if slot.tap.fileno() >= 0 and slot.inode == wired)
+        slot.vm = vm
+        self.host.alive[vm.pid] = (vm, slot)
+        self.host.count["started"] += 1
+        return vm
+
+    async def adopt(self, pid: int, start_time: int, run_dir: Path) -> FakeVm:
+        await self.host.step("adopt")
+        found = self.host.alive.get(pid)
+        if found is None or found[0].dead or found[0].start_time != start_time:
+            raise NotFoundError(f"process {pid} is gone")
+        found[0].exited = asyncio.get_running_loop().create_future()  # this daemon may have an event loop of its own
+        return found[0]
+
+
+class FakeProcess:
+    """`Process` for the machines of `FakeVmm`."""
+
+    def __init__(self, vm: FakeVm) -> None:
+        self.vm = vm
+
+    @classmethod
+    def adopt(cls, pid: int, start_time: int) -> FakeProcess:
+        vm = VMS.get(pid)
+        if vm is None or vm.dead or vm.start_time != start_time:
+            raise NotFoundError(f"process {pid} is gone")
+        return cls(vm)
+
+    async def kill(self) -> None:
+        await self.vm.host.step("kill process")
+        self.vm.end("killed")
+
+
+def processes_in(folder: Path) -> list[tuple[int, int]]:
+    return [(vm.pid, vm.start_time) for vm in list(VMS.values()) if vm.run_dir == folder and not vm.dead]
+
+
+# Network
 
 
 class FakeSlot:
@@ -81,6 +428,12 @@ class FakeSlot:
         self.policy = Policy()
         self.vm: FakeVm | None = None
         self.inits: list[dict[str, Any]] = []
+        self.tap, peer = socket.socketpair()
+        peer.close()
+        self.inode = os.fstat(self.tap.fileno()).st_ino
+
+    def tap_fd(self) -> int:
+        return os.dup(self.tap.fileno())
 
     async def apply(self, policy: Policy) -> None:
         await self.host.step("apply")
@@ -100,10 +453,33 @@ class FakeSlot:
     async def _serve(self, sock: socket.socket) -> None:
         reader, writer = await asyncio.open_connection(sock=sock)
         try:
-            with contextlib.suppress(OSError, asyncio.IncompleteReadError):
+            with contextlib.suppress(OSError, AenvError, asyncio.IncompleteReadError):
                 await self.host.guest(self, reader, writer)
         finally:
             writer.close()
+
+
+class FakeSlots:
+    def __init__(self, host: Host) -> None:
+        self.host = host
+
+    async def take(self) -> FakeSlot:
+        await self.host.step("slot")
+        slot = FakeSlot(self.host, next(self.host.indices))
+        self.host.slots[slot.index] = slot
+        return slot
+
+    async def adopt(self, index: int) -> FakeSlot:
+        if index not in self.host.slots:
+            raise NotFoundError(f"slot {index} is not in use")
+        assert index not in self.host.adopted, "a slot can be adopted once"
+        self.host.adopted.add(index)
+        return self.host.slots[index]
+
+    async def release(self, slot: FakeSlot) -> None:
+        await self.host.step("release")
+        self.host.adopted.discard(slot.index)
+        self.host.slots.pop(slot.index).tap.close()
 
 
 async def healthy(slot: FakeSlot, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -131,208 +507,94 @@ async def silent(slot: FakeSlot, reader: asyncio.StreamReader, writer: asyncio.S
     await asyncio.Event().wait()
 
 
-class Host:
-    """The machines of one host. `fail` maps a step to the error it raises, `hold` to what it waits for."""
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        self.alive: dict[int, tuple[FakeVm, FakeSlot]] = {}  # by slot index
-        self.disks: dict[int, Path] = {}  # by slot index
-        self.adopted: set[int] = set()
-        self.pids = itertools.count(100)
-        self.slots = itertools.count(1)
-        self.count: Counter[str] = Counter()
-        self.fail: dict[str, Exception] = {}
-        self.hold: dict[str, asyncio.Event] = {}
-        self.reached: dict[str, asyncio.Event] = {}
-        self.guest: GuestHandler = healthy
-        self.listens = True
-        self.metrics: dict[str, Any] = dict(METRICS)
-        self.servers: set[asyncio.Task[None]] = set()
-        self.jitter: Callable[[], float] | None = None
-        root.mkdir(parents=True, exist_ok=True)
-
-    async def step(self, name: str) -> None:
-        """A point where a test can wait, delay or fail."""
-        self.count[name] += 1
-        self.reached.setdefault(name, asyncio.Event()).set()
-        if name in self.hold:
-            await self.hold[name].wait()
-        if self.jitter is not None:
-            await asyncio.sleep(self.jitter())
-        if name in self.fail:
-            raise self.fail[name]
-
-    async def until(self, name: str) -> None:
-        """Wait until a step is reached (again: clear `reached` first)."""
-        await asyncio.wait_for(self.reached.setdefault(name, asyncio.Event()).wait(), 10)
-
-    def start(self, disk: Path | None = None) -> Running:
-        assert disk is None or disk not in self.disks.values(), "two machines write to one disk"
-        vm, slot = FakeVm(self, self.root / f"vm-{secrets.token_hex(4)}"), FakeSlot(self, next(self.slots))
-        slot.vm = vm
-        vm.run_dir.mkdir()
-        self.alive[slot.index] = (vm, slot)
-        if disk is not None:
-            self.disks[slot.index] = disk
-        self.count["started"] += 1
-        return Running(cast(Vm, vm), cast(Slot, slot), secrets.token_hex(8))
-
-    def stop(self, index: int) -> None:
-        vm, _ = self.alive.pop(index)
-        self.disks.pop(index, None)
-        self.count["ended"] += 1
-        shutil.rmtree(vm.run_dir, ignore_errors=True)
-        vm.die("killed")
-
-    async def close(self) -> None:
-        for task in list(self.servers):
-            task.cancel()
-        await asyncio.gather(*self.servers, return_exceptions=True)
+# What `aenv.snapshot` does with real layers
 
 
-class FakeMachines:
-    """The methods of `Machines`, on a `Host`."""
+async def capture(
+    vm: FakeVm, *, state: Path, layer: Path, parent: MemoryMap | None, beside: Callable[[], Awaitable[None]]
+) -> Captured[None]:
+    known = {} if parent is None else merged([content_of(path) for path in parent.files])
+    await vm._do("capture")
+    await vm.pause()
 
-    kind = "qemu-tcg"
-    version = "7.2"
+    async def collect() -> None:
+        await vm._do("collect", VmState.PAUSED)
+        changed = {key: vm.memory[key] for key in sorted(vm.private) if vm.memory[key] != known.get(key)}
+        with layer.open("x") as file:
+            json.dump(changed, file)
 
-    def __init__(self, host: Host, sandboxes: Path) -> None:
-        self.host = host
-        self.sandboxes = sandboxes
-        self.warmed: list[str] = []
-        self.closed = False
-        sandboxes.mkdir(parents=True, exist_ok=True)
-
-    def directory(self, sandbox_id: str) -> Path:
-        return self.sandboxes / sandbox_id
-
-    def new_disk(self, sandbox_id: str, template: Template) -> Disk:
-        if "new_disk" in self.host.fail:
-            raise self.host.fail["new_disk"]
-        self.directory(sandbox_id).mkdir()
-        self.disk(sandbox_id, template).path.write_bytes(b"")
-        return self.disk(sandbox_id, template)
-
-    def disk(self, sandbox_id: str, template: Template) -> Disk:
-        return Disk(self.directory(sandbox_id) / "disk.qcow2", "qcow2", backing=template.disk)
-
-    async def warm(self, template_id: str) -> None:
-        self.warmed.append(template_id)
-
-    async def expect_resume(self, template_id: str) -> None:
-        self.warmed.append(template_id)
-
-    async def start(self, template: Template, sandbox_id: str, policy: Policy) -> Running:
-        return await self.restore(template, self.new_disk(sandbox_id, template), policy)
-
-    async def cool(self, template_id: str) -> None:
-        await self.host.step("cool")
-
-    async def restore(self, template: Template, disk: Disk, policy: Policy, paused: Path | None = None) -> Running:
-        await self.host.step("restore")
-        assert disk.path.exists()
-        if paused is not None and not (paused / "state").exists():
-            raise VmmError("there is no state to restore")
-        running = self.host.start(disk.path)
-        cast(FakeSlot, running.slot).policy = policy
-        return running
-
-    async def boot(self, template: Template, disk: Disk, policy: Policy) -> Running:
-        await self.host.step("boot")
-        assert disk.path.exists()
-        return self.host.start(disk.path)
-
-    async def capture_pause(self, running: Running, template: Template, target: Path) -> CaptureStats:
-        vm = cast(FakeVm, running.vm)
-        if vm.dead:
-            raise VmmError("the machine is gone")
-        vm.runs = False
-        await self.host.step("capture")
-        target.mkdir()
-        (target / "state").write_bytes(b"state")
-        return STATS
-
-    async def end(self, running: Running) -> None:
-        running.close()
-        await self.host.step("end")
-        self.host.stop(running.slot.index)
-
-    async def adopt(self, machine: Machine) -> Running:
-        await self.host.step("adopt")
-        found = self.host.alive.get(machine.slot)
-        if found is None or found[0].dead or found[0].pid != machine.pid:
-            raise NotFoundError(f"process {machine.pid} is gone")
-        assert machine.slot not in self.host.adopted, "a slot can be adopted once"
-        self.host.adopted.add(machine.slot)
-        return Running(cast(Vm, found[0]), cast(Slot, found[1]), machine.incarnation)
-
-    async def abandon(self, machine: Machine) -> None:
-        await self.host.step("abandon")
-        assert machine.slot not in self.host.adopted, "an adopted machine is ended, not abandoned"
-        if machine.slot in self.host.alive:
-            self.host.stop(machine.slot)
-
-    async def sweep(self, keep: set[Path]) -> int:
-        doomed = [index for index, (vm, _) in self.host.alive.items() if vm.run_dir not in keep]
-        for index in doomed:
-            self.host.stop(index)
-        return len(doomed)
-
-    def folders(self) -> list[Path]:
-        return [path for path in self.sandboxes.iterdir() if path.is_dir()]
-
-    async def close(self) -> None:
-        self.closed = True
+    results = await asyncio.gather(vm.save_state(state), collect(), beside(), return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            for path in (state, layer):
+                path.unlink(missing_ok=True)
+            raise result
+    stats = CaptureStats(
+        dirty_pages=3, stored_pages=2, zero_pages=1, memory_bytes=8192, state_bytes=100,
+        pause_s=0.001, state_s=0.001, memory_s=0.001,
+    )  # fmt: skip
+    return Captured(stats, None)
 
 
-class World:
-    """A home with a template `base`, on a host."""
+async def sync_capture(state: Path, layer: Path) -> None:
+    for path in (state, layer):
+        if not path.exists():
+            raise VmmError(f"{path} does not exist")
 
-    def __init__(self, folder: Path, **settings: Any) -> None:
-        self.folder = folder
-        settings = {"home": folder, "agent.timeout": 5, **settings}
-        self.config: Config = load(settings, {})
-        (folder / "templates").mkdir(parents=True)
-        self.repository = Repository(folder / "templates")
-        self.template = committed(self.repository, folder / "staging", "base")
-        self.host = Host(folder / "run")
-        self.tokens = Tokens(b"secret")
-        self.database = folder / "aenv.db"
-        self.machines: FakeMachines
-        self.store: Store
 
-    @contextlib.asynccontextmanager
-    async def daemon(self, *, crash: bool = False) -> AsyncIterator[Manager]:
-        """A manager, opened and closed; with `crash` it just vanishes at the end."""
-        manager = self.new_manager()
-        await manager.open()
-        try:
-            yield manager
-        finally:
-            if crash:
-                await self.crash(manager)
-            else:
-                await asyncio.wait_for(manager.close(), 30)
-                await self.host.close()
+def memory_map(size: int, base: Path | None, layers: Sequence[Path], zero: Path) -> MemoryMap:
+    for layer in layers:
+        content_of(layer)
+    return MemoryMap(size, (*([] if base is None else [base]), *layers), b"")
 
-    def new_manager(self) -> Manager:
-        self.machines = FakeMachines(self.host, self.folder / "sandboxes")
-        self.store = Store(self.database)
-        self.host.adopted.clear()
-        return Manager(self.config, cast(Machines, self.machines), self.repository, self.store, self.tokens)
 
-    async def crash(self, manager: Manager) -> None:
-        """What kill -9 leaves when no operation is under way: nobody says goodbye to the machines."""
-        assert not manager._tasks
-        assert manager._sampler is not None
-        manager._sampler.cancel()
-        await asyncio.gather(manager._sampler, return_exceptions=True)
-        for sandbox in manager._sandboxes.values():
-            manager._stop_timer(sandbox)
-            sandbox.running = None  # its watch sees nothing any more
-        self.store.close()
-        await self.host.close()
+async def rehome(vm: FakeVm, layer: Path, mappings: int) -> int:
+    """As far as there is room: the first half of what the layer holds."""
+    await vm._do("rehome", VmState.PAUSED)
+    content = content_of(layer)
+    pages = sorted(content)[: (len(content) + 1) // 2]
+    for page in pages:
+        if vm.memory[page] != content[page]:
+            raise vm.host.fault(f"rehoming changes {page} from {vm.memory[page]} to {content[page]}")
+    vm.private -= set(pages)
+    vm.files.add(layer)
+    return len(pages)
 
-    def folders(self) -> set[str]:
-        return {p.name for p in (self.folder / "sandboxes").iterdir()}
+
+async def compact(layers: Sequence[Path], out: Path, *, below: bool) -> None:
+    with out.open("x") as file:
+        json.dump(merged([content_of(layer) for layer in layers]), file)
+
+
+def require_boot_files(manifest: object) -> None:
+    """There is no kernel."""
+
+
+@contextlib.contextmanager
+def patched() -> Iterator[None]:
+    """Everything that would look at real processes or layers looks at ours."""
+    with contextlib.ExitStack() as stack:
+        for name, double in (
+            ("machines.capture", capture),
+            ("machines.sync_capture", sync_capture),
+            ("machines.memory_map", memory_map),
+            ("machines.rehome", rehome),
+            ("machines.Process", FakeProcess),
+            ("machines.processes_in", processes_in),
+            ("chains.compact", compact),
+        ):
+            stack.enter_context(mock.patch(f"aenv.sandbox.{name}", double))
+        stack.enter_context(mock.patch("aenv.snapshot.manifest.Manifest.require_boot_files", require_boot_files))
+        yield
+
+
+def vmm_of(host: Host) -> Vmm:
+    return cast(Vmm, FakeVmm(host))
+
+
+def slots_of(host: Host) -> SlotPool:
+    return cast(SlotPool, FakeSlots(host))
+
+
+def blocks_of(host: Host) -> Blocks:
+    return cast(Blocks, host.blocks)
