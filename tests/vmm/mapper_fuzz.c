@@ -33,7 +33,8 @@ static unsigned long number(unsigned long below) {
 void *__real_mmap(void *address, size_t length, int protection, int flags, int fd, off_t offset);
 void *__wrap_mmap(void *address, size_t length, int protection, int flags, int fd, off_t offset);
 void *__wrap_mmap(void *address, size_t length, int protection, int flags, int fd, off_t offset) {
-  if (number(100) && (flags & MAP_FIXED || number(10))) return __real_mmap(address, length, protection, flags, fd, offset);
+  if (number(100) && (flags & MAP_FIXED || number(10)))
+    return __real_mmap(address, length, protection, flags, fd, offset);
   errno = ENOMEM;
   return MAP_FAILED;
 }
@@ -66,8 +67,9 @@ static size_t make_extents(struct mapper_extent *e) {
   uint64_t at = number(4);
   for (size_t i = 0; i < count; i++) {
     uint64_t pages = 1 + number(3);
-    e[i] = (struct mapper_extent){.guest_offset = odd(at * PAGE), .length = odd(pages * PAGE), .file = odd(number(FILES)),
-                                  .reserved = number(100) == 0, .file_offset = odd(number(PAGES - 3) * PAGE)};
+    e[i] = (struct mapper_extent){.guest_offset = odd(at * PAGE), .length = odd(pages * PAGE),
+                                  .file = odd(number(FILES)), .reserved = number(100) == 0,
+                                  .file_offset = odd(number(PAGES - 3) * PAGE)};
     at += pages + number(3);
   }
   return count;
