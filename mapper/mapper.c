@@ -20,6 +20,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/prctl.h>
 #include <sys/socket.h>
 #include <sys/time.h>
 #include <unistd.h>
@@ -139,6 +140,8 @@ __attribute__((constructor)) static void load(void) {
   unsetenv("AENV_MAPPER");
   unsetenv("LD_PRELOAD");
   close(library);
+  /* QEMU asks for huge pages where it needs some kilobytes (ACPI tables, translated code): 4 MiB a process. */
+  prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0);
   fcntl(server.listener, F_SETFD, FD_CLOEXEC);
   struct ucred owner;
   socklen_t length = sizeof owner;

@@ -85,7 +85,8 @@ struct mapper {
 };
 
 /* Carry out one message. Takes over all descriptors, good or bad request. */
-struct mapper_answer mapper_handle(struct mapper *m, const void *message, size_t length, const int *fds, size_t fd_count);
+struct mapper_answer mapper_handle(struct mapper *m, const void *message, size_t length, const int *fds,
+                                   size_t fd_count);
 
 /* Close the files of a connection. */
 void mapper_forget(struct mapper *m);

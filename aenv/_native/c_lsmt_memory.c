@@ -65,28 +65,6 @@ static int to_pages(struct builder *builder)
     return 0;
 }
 
-static int longest_first(const void *left, const void *right)
-{
-    uint64_t a = ((const struct memory_extent *)left)->length, b = ((const struct memory_extent *)right)->length;
-    return a > b ? -1 : a < b;
-}
-
-static int by_offset(const void *left, const void *right)
-{
-    uint64_t a = ((const struct memory_extent *)left)->guest_offset;
-    uint64_t b = ((const struct memory_extent *)right)->guest_offset;
-    return a < b ? -1 : a > b;
-}
-
-void memory_keep_longest(struct memory_extent *extents, size_t *count, size_t limit)
-{
-    if (*count <= limit)
-        return;
-    qsort(extents, *count, sizeof *extents, longest_first);
-    qsort(extents, limit, sizeof *extents, by_offset);
-    *count = limit;
-}
-
 int stack_memory(const struct stack *stack, uint64_t size, const struct memory_files *files,
                  struct memory_extent **extents, size_t *count, struct fault *fault)
 {

@@ -4,6 +4,7 @@
  * c_memory_layer.c    the file format: header, index and trailer, read (with all checks) and written
  * c_memory_parent.c   what the guest's memory was before
  * c_memory_capture.c  dirty pages of a process into a new layer
+ * c_memory_home.c     mappings that make written pages pages of files again
  * c_memory_apply.c    a layer into a process, layers into a raw image
  *
  * All functions return 0, or -1 with *why filled: `error` is an errno, or 0 when a layer is not valid.
@@ -42,6 +43,11 @@ struct memory_piece {
 struct memory_pieces {
   struct memory_piece *items;
   size_t count, capacity;
+};
+
+/* Bytes of guest RAM, in whole pages. */
+struct memory_run {
+  uint64_t offset, length;
 };
 
 /* Sectors; `zero` hides what is below, without data of its own. */
@@ -94,6 +100,12 @@ void memory_parent_close(struct memory_parent *parent);
 void memory_parent_read(const struct memory_parent *parent, const uint32_t *numbers, const uint8_t *zero, int pages,
                         char *buffer, uint8_t *known);
 
+/* Sorted and joined. */
+int memory_runs(const struct memory_pieces *pieces, struct memory_run **runs, size_t *count);
+/* The parts of the memory map `content` that lie in `runs`, both sorted; at most `limit` extents, the longest. */
+int memory_home(const struct memory_run *runs, size_t run_count, const struct memory_extent *content, size_t count,
+                size_t limit, struct memory_extent **extents, size_t *found, struct memory_failure *why);
+
 int memory_segments_add(struct memory_segments *list, struct memory_segment segment);
 int memory_layer_write_header(int fd, uint64_t virtual_size, const char *uuid, struct memory_failure *why);
 /* Sorts and joins the segments, writes index and trailer at `data_end`; sets *file_bytes. */
@@ -102,9 +114,10 @@ int memory_layer_seal(int fd, uint64_t virtual_size, const char *uuid, uint64_t 
 /* Reads the index of a sealed layer for a memory of `virtual_size` bytes and checks every field. */
 int memory_layer_read(int fd, uint64_t virtual_size, struct memory_segments *out, struct memory_failure *why);
 
+/* `pieces` gets what was written, stored or not; its items are for free(). */
 int memory_capture(pid_t pid, const struct memory_region *regions, int count, uint64_t virtual_size,
                    const struct memory_parent *parent, int out_fd, int threads, int use_ioctl, const char *uuid,
-                   struct memory_stats *stats, struct memory_failure *why);
+                   struct memory_pieces *pieces, struct memory_stats *stats, struct memory_failure *why);
 int memory_apply(int layer_fd, pid_t pid, const struct memory_region *regions, int count, uint64_t virtual_size,
                  int threads, uint64_t *pages, struct memory_failure *why);
 int memory_write_image(const int *layer_fds, int layers, int parent_fd, int out_fd, uint64_t virtual_size,

@@ -19,7 +19,7 @@ struct job {
   pid_t pid;
   int out_fd;
   const struct memory_parent *parent;
-  struct memory_pieces pieces;
+  const struct memory_pieces *pieces;
   _Atomic uint64_t next_byte; /* end of the data in the file so far */
   pthread_mutex_t lock;       /* over all below */
   size_t next_piece;
@@ -41,8 +41,8 @@ static int next_batch(struct job *job, size_t *first, size_t *end) {
   pthread_mutex_lock(&job->lock);
   size_t at = job->next_piece, pages = 0;
   *first = at;
-  while (!job->failed && at < job->pieces.count && pages + job->pieces.items[at].count <= BATCH_PAGES)
-    pages += job->pieces.items[at++].count;
+  while (!job->failed && at < job->pieces->count && pages + job->pieces->items[at].count <= BATCH_PAGES)
+    pages += job->pieces->items[at++].count;
   *end = job->next_piece = at;
   pthread_mutex_unlock(&job->lock);
   return *end > *first;
@@ -60,7 +60,7 @@ static int read_batch(struct worker *w, size_t first, size_t end, struct memory_
   struct iovec remote[BATCH_PAGES];
   int count = 0, pages = 0;
   for (size_t i = first; i < end; i++) {
-    const struct memory_piece *p = &w->job->pieces.items[i];
+    const struct memory_piece *p = &w->job->pieces->items[i];
     remote[count++] = (struct iovec){(void *)(uintptr_t)p->address, (size_t)p->count * PAGE_BYTES};
     for (uint32_t k = 0; k < p->count; k++) w->numbers[pages++] = p->page + k;
   }
@@ -209,11 +209,13 @@ static int capture(struct job *job, struct worker *workers, int threads, uint64_
 
 int memory_capture(pid_t pid, const struct memory_region *regions, int count, uint64_t virtual_size,
                    const struct memory_parent *parent, int out_fd, int threads, int use_ioctl, const char *uuid,
-                   struct memory_stats *stats, struct memory_failure *why) {
-  struct job job = {.pid = pid, .parent = parent, .out_fd = out_fd, .lock = PTHREAD_MUTEX_INITIALIZER};
+                   struct memory_pieces *pieces, struct memory_stats *stats, struct memory_failure *why) {
+  struct job job = {
+      .pid = pid, .parent = parent, .out_fd = out_fd, .pieces = pieces, .lock = PTHREAD_MUTEX_INITIALIZER};
   job.next_byte = DATA_START;
   memset(stats, 0, sizeof *stats);
-  int result = memory_scan(pid, regions, count, WANT_WRITTEN, use_ioctl, &job.pieces, why);
+  memset(pieces, 0, sizeof *pieces);
+  int result = memory_scan(pid, regions, count, WANT_WRITTEN, use_ioctl, pieces, why);
   struct worker *workers = calloc((size_t)threads, sizeof *workers);
   if (result == 0 && !workers) result = memory_fail(why, ENOMEM, "workers");
   if (result == 0) result = capture(&job, workers, threads, virtual_size, uuid, stats, why);
@@ -223,6 +225,5 @@ int memory_capture(pid_t pid, const struct memory_region *regions, int count, ui
     free(workers[i].segments.items);
   }
   free(workers);
-  free(job.pieces.items);
   return result;
 }

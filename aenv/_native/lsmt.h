@@ -200,7 +200,6 @@ struct memory_files {
  * a segment is not made of whole pages. `extents` is for free(). */
 int stack_memory(const struct stack *stack, uint64_t size, const struct memory_files *files,
                  struct memory_extent **extents, size_t *count, struct fault *fault);
-void memory_keep_longest(struct memory_extent *extents, size_t *count, size_t limit);
 
 /* --- writing sealed layers ----------------------------------------------------------------------------------- */
 

@@ -78,7 +78,6 @@ cdef extern from "lsmt.h" nogil:
         unsigned layers
         int zero
     int stack_memory(const stack *, uint64_t size, const memory_files *, memory_extent **, size_t *count, fault *)
-    void memory_keep_longest(memory_extent *, size_t *count, size_t limit)
 
     enum layer_form:
         FORM_PLAIN, FORM_LZ4, FORM_ZSTD

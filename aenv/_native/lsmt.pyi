@@ -165,7 +165,6 @@ class Stack:
         layers: int = 0,
         zero: int = -1,
         limit: int | None = None,
-        longest: int | None = None,
     ) -> bytes | None: ...
     def commit(
         self,

@@ -300,23 +300,20 @@ cdef class Stack:
         finally:
             index_unref(flat)
 
-    def memory_extents(self, uint64_t size, *, int base=-1, unsigned layers=0, int zero=-1, limit=None, longest=None):
+    def memory_extents(self, uint64_t size, *, int base=-1, unsigned layers=0, int zero=-1, limit=None):
         """The records of a `MemoryMap` (aenv/vmm/base.py) of `size` bytes that shows these layers, which must be plain
         files. `base`, `layers` and `zero` are the numbers of the image below, of the lowest layer, and of an image of
         zeros; without one (-1) there is no extent where it would be.
 
-        None when there would be more than `limit`, or segments are not made of whole pages. `longest`: only that many,
-        the longest ones.
+        None when there would be more than `limit`, or segments are not made of whole pages.
         """
         cdef fault f
         cdef memory_files files = memory_files(base, layers, zero)
         cdef memory_extent *extents = NULL
-        cdef size_t count = 0, keep = longest if longest is not None else -1
+        cdef size_t count = 0
         cdef int rc
         with nogil:
             rc = stack_memory(self._stack, size, &files, &extents, &count, &f)
-            if rc == 0:
-                memory_keep_longest(extents, &count, keep)
         if rc == -EOPNOTSUPP:
             return None
         if rc:

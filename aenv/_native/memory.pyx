@@ -1,5 +1,6 @@
 """Cython shell of c_memory*.c: guest memory of another process, and memory layers. All work is done without the GIL."""
 
+from cpython.bytes cimport PyBytes_FromStringAndSize
 from libc.stdint cimport uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memset
@@ -53,6 +54,9 @@ cdef extern from "c_memory.h" nogil:
         memory_piece *items
         size_t count
 
+    struct memory_run:
+        uint64_t offset, length
+
     enum memory_wanted:
         WANT_WRITTEN
         WANT_PRESENT
@@ -67,10 +71,15 @@ cdef extern from "c_memory.h" nogil:
         memory_parent *parent, const int *fds, int files, const memory_extent *extents, size_t count,
         uint64_t virtual_size, memory_failure *why)
     void memory_parent_close(memory_parent *parent)
+    int memory_runs(const memory_pieces *pieces, memory_run **runs, size_t *count)
+    int memory_home(
+        const memory_run *runs, size_t run_count, const memory_extent *content, size_t count, size_t limit,
+        memory_extent **extents, size_t *found, memory_failure *why)
     int memory_layer_read(int fd, uint64_t virtual_size, memory_segments *out, memory_failure *why)
     int memory_capture(
         pid_t pid, const memory_region *regions, int count, uint64_t virtual_size, const memory_parent *parent,
-        int out_fd, int threads, int use_ioctl, const char *uuid, memory_stats *stats, memory_failure *why)
+        int out_fd, int threads, int use_ioctl, const char *uuid, memory_pieces *pieces, memory_stats *stats,
+        memory_failure *why)
     int memory_apply(
         int layer_fd, pid_t pid, const memory_region *regions, int count, uint64_t virtual_size, int threads,
         uint64_t *pages, memory_failure *why)
@@ -151,7 +160,8 @@ def capture(
     """Write all pages that process `pid` has changed in its private mapping to the empty file `out_fd`.
 
     The parent is what RAM held before: records of a `MemoryMap` (aenv/vmm/base.py) and its files; no records are zeros.
-    Returns a dict of counts, see `struct memory_stats`.
+    Returns a dict of counts (see `struct memory_stats`), and what was written, stored or not: records of u64 guest
+    offset and u64 length in bytes, sorted and joined.
     """
     cdef bytes name = uuid.encode("ascii")
     if len(name) != 36:
@@ -165,23 +175,53 @@ def capture(
     cdef memory_stats stats
     cdef memory_failure why
     cdef memory_parent parent
+    cdef memory_pieces pieces
+    cdef memory_run *runs = NULL
+    cdef size_t run_count = 0
     cdef const char *c_name = name
     cdef memory_region *c_regions = _regions(regions, c_size)
     cdef int *c_fds = NULL
+    memset(&pieces, 0, sizeof(pieces))
     try:
         c_fds = _descriptors(parent_fds)
         with nogil:
             result = memory_parent_open(&parent, c_fds, files, c_extents, extents, c_size, &why)
             if result == 0:
                 result = memory_capture(
-                    pid, c_regions, count, c_size, &parent, out_fd, c_threads, scan_by_ioctl, c_name, &stats, &why)
+                    pid, c_regions, count, c_size, &parent, out_fd, c_threads, scan_by_ioctl, c_name, &pieces,
+                    &stats, &why)
             memory_parent_close(&parent)
+        if result < 0:
+            _raise(&why)
+        if memory_runs(&pieces, &runs, &run_count) < 0:
+            raise MemoryError
+        return stats, PyBytes_FromStringAndSize(<char *>runs, run_count * sizeof(memory_run))
     finally:
         free(c_regions)
         free(c_fds)
+        free(pieces.items)
+        free(runs)
+
+
+def home(bytes written not None, bytes content not None, size_t limit):
+    """The records of a `MemoryMap` that make the pages of `written` (from `capture`) those of files again, which hold
+    the same by `content`, the records of a map: at most `limit` of them, the longest."""
+    if len(written) % sizeof(memory_run) or len(content) % sizeof(memory_extent):
+        raise ValueError("no whole number of records")
+    cdef const memory_run *runs = <const memory_run *><const char *>written
+    cdef const memory_extent *c_content = <const memory_extent *><const char *>content
+    cdef size_t run_count = len(written) // sizeof(memory_run), count = len(content) // sizeof(memory_extent), found
+    cdef memory_extent *extents = NULL
+    cdef memory_failure why
+    cdef int result
+    with nogil:
+        result = memory_home(runs, run_count, c_content, count, limit, &extents, &found, &why)
     if result < 0:
         _raise(&why)
-    return stats
+    try:
+        return PyBytes_FromStringAndSize(<char *>extents, found * sizeof(memory_extent))
+    finally:
+        free(extents)
 
 
 def written_bytes(pid_t pid, list regions not None, size):

@@ -36,7 +36,8 @@ class CaptureStats:
     """Sizes and times (seconds) of one capture. `stored_pages` of 4096 bytes went into the layer.
 
     The guest was stopped for `frozen_s`: `pause_s`, and then the longest of `state_s`, `memory_s` and `beside_s`, which
-    overlap. `prepare_s` was before. `mappings` is how many the VMM process had.
+    overlap. `prepare_s` was before. `mappings` is how many the VMM process had, and `written` what it had written,
+    stored or not: records of u64 guest offset and u64 length in bytes, sorted.
     """
 
     dirty_pages: int
@@ -51,6 +52,7 @@ class CaptureStats:
     equal_pages: int = 0
     segments: int = 0
     mappings: int = 0
+    written: bytes = dataclasses.field(default=b"", repr=False)
     prepare_s: float = 0.0
     beside_s: float = 0.0
     frozen_s: float = 0.0
@@ -105,11 +107,11 @@ class _Collector:
         except OSError as error:
             raise VmmError(f"cannot capture the memory: {error}") from error
 
-    async def collect(self) -> memory.Stats:
+    async def collect(self) -> tuple[memory.Stats, bytes]:
         """PAUSED only."""
         return await self._run(self._collect, await self._vm.memory_regions())
 
-    def _collect(self, regions: list[MemoryRegion]) -> memory.Stats:
+    def _collect(self, regions: list[MemoryRegion]) -> tuple[memory.Stats, bytes]:
         try:
             return memory.capture(
                 regions[0].pid,
@@ -164,7 +166,7 @@ async def capture(
         prepared = time.perf_counter()
         await vm.pause()
         paused = time.perf_counter()
-        (_, state_s), (found, memory_s), (result, beside_s) = await _to_the_end(
+        (_, state_s), ((found, written), memory_s), (result, beside_s) = await _to_the_end(
             _timed(save()), _timed(collector.collect()), _timed(beside())
         )
         done = time.perf_counter()
@@ -185,6 +187,7 @@ async def capture(
         memory_bytes=found["file_bytes"],
         state_bytes=state_bytes,
         mappings=collector.mappings,
+        written=written,
         prepare_s=prepared - begin,
         pause_s=paused - prepared,
         state_s=state_s,

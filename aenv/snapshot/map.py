@@ -40,9 +40,3 @@ def memory_map(
         return None if extents is None else MemoryMap(size, tuple(layers), extents)
     extents = stack.memory_extents(size, base=0, layers=1, zero=len(layers) + 1, limit=limit)
     return None if extents is None else MemoryMap(size, (base, *layers, zero), extents)
-
-
-def longest_extents(size: int, layer: Path, limit: int) -> MemoryMap:
-    """The data of one plain layer, at most `limit` extents: the longest. Raises what `memory_map` does."""
-    extents = Stack([Layer(layer)]).memory_extents(size, longest=limit)
-    return MemoryMap.of(size, (), ()) if extents is None else MemoryMap(size, (layer,), extents)

@@ -1,42 +1,34 @@
-"""Move a machine onto its own snapshot: what it wrote before the capture becomes a mapping of the new layer.
+"""Move a machine onto its own snapshot: pages that it has written become mappings of the layers that hold them now.
 
-Then these pages are shared with the machines that start from the snapshot, and the next capture has to look only at
-what was written since.
+Then they are shared with the machines that start from the snapshot, and the next capture has to look only at what was
+written since.
 """
 
 from __future__ import annotations
 
-import asyncio
-from pathlib import Path
-
-from aenv.snapshot.map import longest_extents
+from aenv._native import memory
+from aenv.snapshot.capture import CaptureStats
 from aenv.vmm.base import MAX_EXTENTS, PAGE, MemoryMap, Vm
 
-# Linux lets a process have 65530 mappings (vm.max_map_count); some room is for the next machine memory.
+# Linux lets a process have 65530 mappings (vm.max_map_count).
 MAPPING_LIMIT = 30_000
-# One costs a microsecond and a half while the guest is stopped; pages outside of them are compared again next time.
-EXTENT_LIMIT = 2048
+# One costs a microsecond or two while the guest is stopped; pages outside of them are compared again next time.
+EXTENT_LIMIT = 1024
 
 
-async def rehome(vm: Vm, layer: Path, mappings: int, limit: int = EXTENT_LIMIT) -> int:
-    """PAUSED only, between a `capture` into `layer` and the resume: map its longest extents over RAM, at most `limit`.
+async def rehome(vm: Vm, stats: CaptureStats, content: MemoryMap, limit: int = EXTENT_LIMIT) -> int:
+    """PAUSED only, between a capture and the resume: map files over the pages that the capture has found written.
 
-    `mappings` is `CaptureStats.mappings`: no more extents are mapped than `MAPPING_LIMIT` leaves room for. Returns the
-    number of pages. Raises VmmError: RAM may be half mapped, the machine is good for nothing but `kill`. Any other
-    AenvError leaves it as it was, and it may run on.
+    `content` is what RAM is now: the parent of the capture, with the new layer on top; it may have any number of
+    extents. The longest pieces are mapped, at most `limit`. Returns the number of pages.
+
+    Raises LimitError and InvalidInputError with nothing changed: the machine may run on. After VmmError RAM may be half
+    mapped: the machine is good for nothing but `kill`.
     """
     # Each extent cuts a mapping into three at worst.
-    count = max(0, min(limit, (MAPPING_LIMIT - mappings) // 2, MAX_EXTENTS))
-    if count == 0:
+    count = max(0, min(limit, (MAPPING_LIMIT - stats.mappings) // 2, MAX_EXTENTS))
+    extents = memory.home(stats.written, content.extents, count)
+    if not extents:
         return 0
-    size = sum(region.length for region in await vm.memory_regions())
-    extents = await asyncio.to_thread(longest_extents, size, layer, count)
-    if extents.count == 0:
-        return 0
-    await vm.map_memory(extents)
-    return _covered(extents) // PAGE
-
-
-def _covered(extents: MemoryMap) -> int:
-    """Bytes; the second word of each record is its length."""
-    return sum(memoryview(extents.extents).cast("Q")[1 :: len(extents.extents) // extents.count // 8])
+    await vm.map_memory(MemoryMap(content.size, content.files, extents))
+    return sum(memoryview(extents).cast("Q")[1::4]) // PAGE  # the second word of each record is its length

@@ -23,6 +23,7 @@ VARIABLE = "AENV_MAPPER"
 
 MAGIC = 0x50414D41
 VERSION = 1
+START_TIMEOUT = 10.0  # seconds; its thread runs before QEMU's first instruction
 KIND_RAM, KIND_OPEN, KIND_MAP, KIND_POPULATE = range(1, 5)
 FILES_A_MESSAGE = 252  # SCM_MAX_FD, less one for the table
 REQUEST = struct.Struct("=IHHIIQQ")
@@ -43,7 +44,7 @@ class Mapper:
 
     async def tell_ram(self, address: int, length: int) -> None:
         """Where guest RAM lies; said once, before anything else."""
-        await self._session([REQUEST.pack(MAGIC, VERSION, KIND_RAM, 0, 0, address, length)], [[]], 10)
+        await self._session([REQUEST.pack(MAGIC, VERSION, KIND_RAM, 0, 0, address, length)], [[]], START_TIMEOUT)
 
     async def map(self, files: Sequence[int], extents: bytes, count: int, timeout: float = 60) -> None:
         """Map `count` packed extents of the open `files` over RAM. After an error RAM may be half mapped."""

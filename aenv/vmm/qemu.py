@@ -423,7 +423,11 @@ class QemuVm(Vm):
         """After the start: find out where RAM lies, and tell the mapper."""
         self._mappings = OWN_MAPPINGS
         ram = await self._locate(size)
-        await self._mapper.tell_ram(ram.address, size)
+        try:
+            await self._mapper.tell_ram(ram.address, size)
+        except VmmError as error:
+            # The loader only prints that it could not load a library.
+            raise VmmError(f"{error.message}; QEMU said: {self._log_tail() or 'nothing'}") from error
 
     async def _locate(self, size: int) -> MemoryRegion:
         # RAM is one block, which begins at guest address 0, also where a hole below 4 GiB divides it for the guest.

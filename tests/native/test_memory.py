@@ -165,7 +165,7 @@ def test_capture_is_the_model(child, tmp_path, parent, writes, runs, ioctl, thre
         regions = child.regions(base)
         stats = capture(
             child.pid, regions, SIZE, -1 if blank else fds[0], fds[1], threads=threads, uuid=UUID, scan_by_ioctl=ioctl
-        )
+        )[0]
         assert stats["dirty_pages"] == len(writes)
         changed = [n for n in writes if model[n * PAGE : (n + 1) * PAGE] != image[n * PAGE : (n + 1) * PAGE]]
         zeroed = [n for n in changed if writes[n] == 0]
@@ -222,7 +222,7 @@ def test_many_scattered_pages_are_captured_once_each(tmp_path, runs, ioctl):
         with (tmp_path / "layer").open("w+b") as layer:
             stats = capture(
                 os.getpid(), [(address, 0, size)], size, file.fileno(), layer.fileno(), threads=2, scan_by_ioctl=ioctl
-            )
+            )[0]
             pages = [
                 page
                 for offset, length, _ in memory.segments(layer.fileno(), size)
