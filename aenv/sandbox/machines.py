@@ -405,7 +405,8 @@ class Machines:
         try:
             await self._discard(Prepared(running.vm, running.slot))
         finally:
-            await self._disks.close(running.disk)
+            if running.vm.exited.done():  # else it has its disk open still
+                await self._disks.close(running.disk)
 
     async def adopt(self, machine: Machine, folder: Path) -> Running:
         """Take over a machine of an earlier daemon. Raises NotFoundError when it or its disk is gone. What its memory
