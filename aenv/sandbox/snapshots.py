@@ -24,7 +24,7 @@ from aenv.network.base import Policy
 from aenv.observe.events import Event
 from aenv.sandbox.lifecycle import LINEAGE, Lifecycle
 from aenv.sandbox.live import Sandbox
-from aenv.sandbox.machines import Running, new_sandbox_id
+from aenv.sandbox.machines import Captured, Running, new_sandbox_id
 from aenv.sandbox.policy import egress_policy
 from aenv.sandbox.service import ForkFailure, SandboxInfo, SandboxState
 from aenv.sandbox.store import now
@@ -130,28 +130,26 @@ class Snapshots:
         if not memory:
             await life.ask_agent(sandbox, running, sync=True)
         self._store.transition(record, (SandboxState.RUNNING,), state)
-        captured = None
+        captured, whole = None, True
         try:
             if memory:
                 captured = await self._machines.capture(running, restack=True)
             else:
                 await self._machines.restack(running)
+            self.note_restack(sandbox, running)
+            if captured is not None:
+                record.memory = [*record.memory, captured.memory]
+            self._store.save(record)
+            if captured is not None:
+                whole = False  # until it has succeeded
+                await self._rehome(sandbox, running, captured)
+                whole = True
         except BaseException as error:
-            await self._go_on(sandbox, running, state, str(error))
+            await self._go_on(sandbox, running, state, str(error), whole=whole)
             if not isinstance(error, AenvError):
                 log.exception("capture of sandbox %s failed", sandbox.id)
             raise
-        self.note_restack(sandbox, running)
-        if captured is not None:
-            record.memory = [*record.memory, captured.memory]
-        self._store.save(record)
-        problem = ""
-        try:
-            if captured is not None:
-                await self._machines.rehome(running, captured)
-        except VmmError as error:
-            problem = str(error)
-        await self._go_on(sandbox, running, state, problem, whole=not problem)
+        await self._go_on(sandbox, running, state)
         if captured is not None:
             await self._machines.remember(running, sandbox.template.machine, record.memory)
         return Checkpoint(
@@ -163,8 +161,16 @@ class Snapshots:
             None if captured is None else captured.state,
         )
 
+    async def _rehome(self, sandbox: Sandbox, running: Running, captured: Captured) -> None:
+        try:
+            await self._machines.rehome(running, captured)
+        except VmmError:
+            raise
+        except AenvError as error:  # nothing was mapped: its pages are its own for longer
+            log.warning("sandbox %s does not share its pages with its snapshot: %s", sandbox.id, error)
+
     async def _go_on(
-        self, sandbox: Sandbox, running: Running, state: SandboxState, problem: str, *, whole: bool = True
+        self, sandbox: Sandbox, running: Running, state: SandboxState, problem: str = "", *, whole: bool = True
     ) -> None:
         """Let the guest run again after a capture, well or ill. A machine that cannot is the end of its sandbox."""
         life = self._life

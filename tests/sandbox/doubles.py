@@ -15,7 +15,7 @@ import os
 import shutil
 import socket
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -52,7 +52,7 @@ def merged(layers: Sequence[Content]) -> Content:
 class Host:
     """The machines of one host. `fail` maps a step to the error it raises, `hold` to what it waits for.
 
-    `fail_at` and `stop_at` count steps down: at zero, one step fails (with `error`), or all wait for ever from there on.
+    `fail_at` and `stop_at` count steps down: at zero one step fails (with `error`), or all wait for ever from there on.
     """
 
     def __init__(self, root: Path) -> None:
@@ -280,7 +280,7 @@ class FakeVm:
         if states and self.state not in states:
             raise self.host.fault(f"{step}: the machine is {self.state.value}")
 
-    async def map_memory(self, map: MemoryMap) -> None:  # noqa: A002
+    async def map_memory(self, map: MemoryMap) -> None:
         await self._do("map", VmState.PREPARED)
         self.memory = merged([content_of(path) for path in map.files])
         self.private.clear()
@@ -478,8 +478,10 @@ class FakeSlots:
 
     async def release(self, slot: FakeSlot) -> None:
         await self.host.step("release")
-        self.host.adopted.discard(slot.index)
-        self.host.slots.pop(slot.index).tap.close()
+        if self.host.slots.get(slot.index) is slot:
+            self.host.adopted.discard(slot.index)
+            del self.host.slots[slot.index]
+            slot.tap.close()
 
 
 async def healthy(slot: FakeSlot, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
