@@ -15,6 +15,7 @@
 
 #define SECTOR 512u
 #define PAGE 4096u
+#define STRIDE (LARGEST + PAGE) /* from buffer to buffer: at a power of two they would share the entries of a TLB */
 #define EARLY (256u << 10)   /* bytes after which finished requests are handed over although more are waiting */
 #define KEPT (64u << 10)     /* bytes of a buffer that an idle queue keeps */
 #define IDLE_SECONDS 1
@@ -51,7 +52,7 @@ struct queue {
 
 static char *buffer_of(struct queue *queue, unsigned tag)
 {
-    return queue->options.user_copy ? queue->buffers : queue->buffers + (size_t)tag * LARGEST;
+    return queue->options.user_copy ? queue->buffers : queue->buffers + (size_t)tag * STRIDE;
 }
 
 static struct io_uring_sqe *next_sqe(struct queue *queue)
@@ -117,10 +118,30 @@ static int move_data(struct queue *queue, unsigned tag, char *buffer, size_t len
     return 0;
 }
 
+struct target {
+    struct queue *queue;
+    unsigned tag;
+    size_t length;
+};
+
+static int send_lent(void *opaque, const struct iovec *pieces, int count)
+{
+    const struct target *target = opaque;
+    off_t at = (off_t)ublk_data_offset(target->queue->options.number, target->tag);
+    ssize_t sent;
+    do
+        sent = pwritev(target->queue->options.fd, pieces, count, at);
+    while (sent < 0 && errno == EINTR);
+    return sent == (ssize_t)target->length ? 0 : -EFAULT;
+}
+
 static int read_request(struct queue *queue, unsigned tag, size_t length, uint64_t offset)
 {
     struct block_device *image = *queue->options.image;
     char *buffer = buffer_of(queue, tag);
+    struct target target = {queue, tag, length};
+    if (queue->options.user_copy && image->lend(image, length, offset, send_lent, &target) == 0)
+        return (int)length;
     int rc = image->read(image, buffer, length, offset);
     if (!rc && queue->options.user_copy)
         rc = move_data(queue, tag, buffer, length, true);
@@ -323,7 +344,7 @@ static int map_memory(struct queue *queue)
     if (mapped == MAP_FAILED)
         return -errno;
     queue->descriptors = mapped;
-    queue->buffers_length = (size_t)LARGEST * (options->user_copy ? 1 : options->depth);
+    queue->buffers_length = (size_t)STRIDE * (options->user_copy ? 1 : options->depth);
     mapped = mmap(NULL, queue->buffers_length, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (mapped == MAP_FAILED)
         return -errno;

@@ -47,6 +47,54 @@ static int read_extents(struct image *image, const struct extents *extents, char
     return 0;
 }
 
+/* Reads as zeros, and as long as nobody writes to it the kernel backs all of it with one page. */
+static const char zeros[1 << 20];
+
+static const void *lend_extent(struct image *image, const struct extent *extent)
+{
+    size_t bytes = extent->sectors * LSMT_SECTOR;
+    if (extent->origin == EXTENT_ZERO)
+        return bytes <= sizeof zeros ? zeros : NULL;
+    if (extent->origin == EXTENT_UPPER)
+        return upper_lend(image->upper, bytes, extent->moffset * LSMT_SECTOR);
+    return stack_lend_extent(image->stack, extent);
+}
+
+static bool lend_extents(struct image *image, const struct extents *extents, struct iovec *pieces)
+{
+    for (unsigned i = 0; i < extents->count; i++) {
+        const void *bytes = lend_extent(image, &extents->extent[i]);
+        if (!bytes)
+            return false;
+        pieces[i] = (struct iovec){(void *)bytes, extents->extent[i].sectors * LSMT_SECTOR};
+    }
+    return true;
+}
+
+static void resolve(struct image *image, uint64_t end, struct extents *extents)
+{
+    extents->count = 0;
+    if (image->upper) {
+        pthread_rwlock_rdlock(upper_lock(image->upper));
+        extents_resolve_map(upper_map(image->upper), image->stack, end, extents);
+        pthread_rwlock_unlock(upper_lock(image->upper));
+    } else {
+        extents_resolve(image->stack, 0, end, extents);
+    }
+}
+
+static int lend_all(struct image *image, size_t length, uint64_t offset, lend_t use, void *opaque)
+{
+    struct extents extents;
+    struct iovec pieces[EXTENTS_MAX];
+    uint64_t end = (offset + length) / LSMT_SECTOR;
+    extents.end = offset / LSMT_SECTOR;
+    resolve(image, end, &extents);
+    if (extents.end < end || !lend_extents(image, &extents, pieces))
+        return -EOPNOTSUPP;
+    return use(opaque, pieces, (int)extents.count);
+}
+
 static int read_all(struct image *image, void *buffer, size_t length, uint64_t offset)
 {
     char *at = buffer;
@@ -55,14 +103,7 @@ static int read_all(struct image *image, void *buffer, size_t length, uint64_t o
     extents.end = offset / LSMT_SECTOR;
     while (extents.end < end) {
         uint64_t begin = extents.end;
-        extents.count = 0;
-        if (image->upper) {
-            pthread_rwlock_rdlock(upper_lock(image->upper));
-            extents_resolve_map(upper_map(image->upper), image->stack, end, &extents);
-            pthread_rwlock_unlock(upper_lock(image->upper));
-        } else {
-            extents_resolve(image->stack, 0, end, &extents);
-        }
+        resolve(image, end, &extents);
         /* Data is never overwritten in place: what was found stays true without the lock. */
         int rc = read_extents(image, &extents, at);
         if (rc)
@@ -96,6 +137,24 @@ int image_read(struct image *image, void *buffer, size_t length, uint64_t offset
         rc = read_all(image, buffer, length, offset);
     pthread_rwlock_unlock(&image->life);
     return counted(image, rc);
+}
+
+int image_lend(struct image *image, size_t length, uint64_t offset, lend_t use, void *opaque)
+{
+    int rc = -EOPNOTSUPP;
+    if (image->direct) /* what is mapped is in the page cache */
+        return rc;
+    if (!image->device.read_only)
+        pthread_rwlock_rdlock(&image->life);
+    if (fits(image, offset, length))
+        rc = lend_all(image, length, offset, use, opaque);
+    if (!image->device.read_only)
+        pthread_rwlock_unlock(&image->life);
+    if (!rc) {
+        count(&image->reads, 1);
+        count(&image->read_bytes, length);
+    }
+    return rc;
 }
 
 int image_write(struct image *image, const void *buffer, size_t length, uint64_t offset)
@@ -182,6 +241,11 @@ static int device_discard(struct block_device *device, uint64_t offset, uint64_t
     return image_discard(of_device(device), offset, length);
 }
 
+static int device_lend(struct block_device *device, size_t length, uint64_t offset, lend_t use, void *opaque)
+{
+    return image_lend(of_device(device), length, offset, use, opaque);
+}
+
 static int device_flush(struct block_device *device) { return image_flush(of_device(device)); }
 
 static uint64_t device_size(struct block_device *device)
@@ -203,7 +267,8 @@ int image_new(struct stack *stack, struct upper *upper, bool direct, struct imag
     struct image *image = calloc(1, sizeof *image);
     if (!image)
         return fault_set(fault, ENOMEM, "memory", "out of memory");
-    image->device = (struct block_device){device_read, device_write, device_discard, device_flush, device_size, !upper};
+    image->device = (struct block_device){device_read, device_write, device_discard, device_flush, device_lend,
+                                          device_size, !upper};
     image->stack = stack ? stack_ref(stack) : NULL;
     image->upper = upper;
     image->direct = direct;

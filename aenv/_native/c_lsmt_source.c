@@ -10,6 +10,7 @@
 
 #include "lsmt.h"
 #include "lsmt_scratch.h"
+#include "lsmt_view.h"
 
 /* Alignment for O_DIRECT that every block device and file system of today accepts. */
 #define DIRECT_ALIGN 4096u
@@ -18,6 +19,7 @@
 struct file_source {
     struct source source;
     int fd, direct_fd; /* direct_fd < 0: the file system has no O_DIRECT */
+    struct view view;
 };
 
 static int file_read_direct(struct file_source *file, void *buffer, size_t length, uint64_t offset)
@@ -63,6 +65,7 @@ static int file_read(struct source *source, void *buffer, size_t length, uint64_
 static void file_close(struct source *source)
 {
     struct file_source *file = (struct file_source *)source;
+    view_close(&file->view);
     close(file->fd);
     if (file->direct_fd >= 0)
         close(file->direct_fd);
@@ -111,6 +114,18 @@ static struct source *source_window(struct source *inner, uint64_t base, uint64_
         return NULL;
     *window = (struct window){{window_read, window_close, size}, inner, base};
     return &window->source;
+}
+
+const void *source_lend(struct source *source, size_t length, uint64_t offset)
+{
+    if (offset > source->size || length > source->size - offset)
+        return NULL;
+    if (source->read == window_read) {
+        struct window *window = (struct window *)source;
+        return source_lend(window->inner, length, offset + window->base);
+    }
+    struct file_source *file = (struct file_source *)source;
+    return source->read == file_read ? view_at(&file->view, file->fd, offset, length) : NULL;
 }
 
 /* --- tar ----------------------------------------------------------------------------------------------------- */

@@ -184,6 +184,12 @@ bool extents_resolve_map(const struct map *map, const struct stack *stack, uint6
     return true;
 }
 
+const void *stack_lend_extent(struct stack *stack, const struct extent *extent)
+{
+    struct source *source = stack->layer[extent->origin]->source;
+    return source_lend(source, extent->sectors * LSMT_SECTOR, extent->moffset * LSMT_SECTOR);
+}
+
 int stack_read_extent(struct stack *stack, const struct extent *extent, void *buffer, bool direct)
 {
     struct source *source = stack->layer[extent->origin]->source;

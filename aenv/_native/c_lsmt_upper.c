@@ -18,6 +18,7 @@
 #include "lsmt_journal.h"
 #include "lsmt_scratch.h"
 #include "lsmt_space.h"
+#include "lsmt_view.h"
 
 #ifndef RELEASE_FROM /* tests use small numbers */
 #define RELEASE_FROM (8u << 20) /* bytes of dead data that are worth a short stop */
@@ -41,6 +42,7 @@ struct upper {
     bool frozen;
     struct map map;
     struct space space;
+    struct view view;
 };
 
 static int sync_directory(const char *path)
@@ -320,6 +322,7 @@ void upper_close(struct upper *upper)
         close(upper->index_fd);
     if (upper->direct_fd >= 0)
         close(upper->direct_fd);
+    view_close(&upper->view);
     map_free(&upper->map);
     space_free(&upper->space);
     pthread_mutex_destroy(&upper->append);
@@ -383,6 +386,8 @@ static uint64_t allocate(struct upper *upper, size_t length, uint64_t align)
  * back to the pace of the kernel's write-back. Small writes stay in it: there it is faster. */
 static int write_direct(struct upper *upper, const void *buffer, size_t length, uint64_t at)
 {
+    if ((uintptr_t)buffer % DIRECT_ALIGN == 0)
+        return write_fully(upper->direct_fd, buffer, length, at);
     void *aligned = scratch_buffer(SCRATCH_DIRECT, length);
     if (!aligned)
         return -ENOMEM;
@@ -512,6 +517,11 @@ int upper_resize(struct upper *upper, uint64_t virtual_size)
 int upper_read_at(struct upper *upper, void *buffer, size_t length, uint64_t moffset)
 {
     return read_fully(upper->data_fd, buffer, length, moffset);
+}
+
+const void *upper_lend(struct upper *upper, size_t length, uint64_t moffset)
+{
+    return view_at(&upper->view, upper->data_fd, moffset, length);
 }
 
 uint64_t upper_virtual_size(const struct upper *upper) { return upper->virtual_size; }

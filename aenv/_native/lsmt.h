@@ -126,6 +126,7 @@ struct source {
     uint64_t size;
 };
 
+const void *source_lend(struct source *source, size_t length, uint64_t offset); /* see lsmt_view.h; NULL: must be read */
 struct source *source_file(int fd, const char *path, uint64_t size); /* owns fd; path may be NULL */
 int source_open(const char *path, struct source **out, char kind[16], struct fault *fault); /* sniffs tar and ZFile */
 /* What a layer's file holds: looks into tar and ZFile. Takes over `source`, closes it if it fails. */
@@ -261,6 +262,7 @@ int upper_discard(struct upper *upper, uint64_t offset, uint64_t length);
 int upper_flush(struct upper *upper);
 int upper_resize(struct upper *upper, uint64_t virtual_size);
 int upper_read_at(struct upper *upper, void *buffer, size_t length, uint64_t moffset);
+const void *upper_lend(struct upper *upper, size_t length, uint64_t moffset); /* see lsmt_view.h; NULL: must be read */
 uint64_t upper_virtual_size(const struct upper *upper);
 uint64_t upper_data_end(struct upper *upper);
 uint64_t upper_segments(struct upper *upper);
@@ -285,6 +287,7 @@ int image_new(struct stack *stack, struct upper *upper, bool direct, struct imag
 void image_free(struct image *image); /* no operation may be running; closes the writable layer */
 struct block_device *image_device(struct image *image);
 int image_read(struct image *image, void *buffer, size_t length, uint64_t offset);
+int image_lend(struct image *image, size_t length, uint64_t offset, lend_t use, void *opaque);
 int image_write(struct image *image, const void *buffer, size_t length, uint64_t offset);
 int image_discard(struct image *image, uint64_t offset, uint64_t length);
 int image_flush(struct image *image);

@@ -23,6 +23,8 @@ struct extents {
 /* Append the extents of [out->end, end). False: no more room; what is there is right up to out->end. */
 bool extents_resolve(const struct stack *stack, unsigned level, uint64_t end, struct extents *out);
 bool extents_resolve_map(const struct map *map, const struct stack *stack, uint64_t end, struct extents *out);
+/* NULL: must be read. The bytes are for system calls only. */
+const void *stack_lend_extent(struct stack *stack, const struct extent *extent);
 int stack_read_extent(struct stack *stack, const struct extent *extent, void *buffer, bool direct);
 
 #endif

@@ -53,16 +53,12 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Disk:
-    """A block device image the VMM opens. `format` is `raw` or `qcow2`.
-
-    `backing` is the raw image under a qcow2 overlay. The name inside the qcow2 file is ignored: a VMM could write any
-    path there. `read_only` is for boot only: a prepared machine takes a writable disk.
-    """
+    """A block device or file that the VMM opens past the page cache. `format` is `raw`: layers are the block server's
+    business. `read_only` is for boot only: a prepared machine takes a writable disk."""
 
     path: Path
-    format: str
+    format: str = "raw"
     read_only: bool = False
-    backing: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,27 +217,13 @@ class Vmm(ABC):
         """The guest's CPU in the VMM's words. Like kind and version, a snapshot needs the same."""
 
     @abstractmethod
-    async def boot(
-        self, machine: Machine, *, disk: Disk, nic: Nic | None, run_dir: Path, memory_image: Path | None = None
-    ) -> Vm:
-        """Cold boot with empty RAM. (`memory_image`: an all-zero file of `memory_mib` MiB to map as RAM.)"""
+    async def boot(self, machine: Machine, *, disk: Disk, nic: Nic | None, run_dir: Path) -> Vm:
+        """Cold boot, with empty RAM."""
 
     @abstractmethod
-    async def prepare(
-        self,
-        machine: Machine,
-        *,
-        nic: Nic | None,
-        run_dir: Path,
-        memory_image: Path | None = None,
-        base: Path | None = None,
-    ) -> Vm:
+    async def prepare(self, machine: Machine, *, nic: Nic | None, run_dir: Path) -> Vm:
         """Start a process with empty RAM that waits for memory, disk and device state: good for every snapshot of this
-        `machine`. Of that only sizes count: kernel and command line are in RAM.
-
-        `memory_image` maps a file as RAM right away; `base` is the raw image that the qcow2 disk to come will have as
-        its backing.
-        """
+        `machine`. Of that only sizes count: kernel and command line are in RAM."""
 
     @abstractmethod
     async def adopt(self, pid: int, start_time: int, run_dir: Path) -> Vm:

@@ -47,7 +47,7 @@ LOG_NAME = "qemu.log"
 # The monitor reads commands byte by byte (some 5 µs each), so names are short and defaults are left out.
 DISK_NODE = "disk"  # the node the disk device looks at; what is below it is exchanged by attach_disk
 IMAGE_NODE = "i"  # what attach_disk puts there
-BASE_NODE = "base"  # the backing image that was opened ahead
+DISK_SET = 1  # of descriptors: the disk's
 # A guest may write to its console without end: QEMU keeps the last bytes and drops the rest.
 SERIAL_RING = 64 << 10
 STATE_MAGIC = b"QEVM"  # migration/qemu-file-types.h: the first word of every stream
@@ -55,7 +55,7 @@ STATE_LIMIT = 1 << 20  # bytes; what a pipe holds at most for an ordinary user. 
 TRANSLATION_CACHE_MIB = 256  # a bound on what emulated code costs per machine; QEMU's own is 1 GiB
 
 # A uid for each machine, drawn at random from a range that systemd's uid table leaves unused. The first number of the
-# range is their common group: it may read (and, see docs/vmm.md, open for writing) shared memory images.
+# range is their common group: it may read what QEMU opens anew by the descriptor it got.
 UID_BASE = 0x7000_0000
 UID_COUNT = 0x0FFF_FFFF
 GROUP = UID_BASE
@@ -110,13 +110,12 @@ def _open_image(path: Path, flags: int) -> int:
 class QemuVmm(Vmm):
     """Starts machines with the distribution's QEMU. Use `await QemuVmm.detect(kind)`."""
 
-    def __init__(self, kind: VmmKind, *, version: str, binary: Path, read_only_image: bool = False) -> None:
+    def __init__(self, kind: VmmKind, *, version: str, binary: Path) -> None:
         if kind not in (VmmKind.QEMU_TCG, VmmKind.QEMU_KVM):
             raise InvalidInputError("kind", f"{kind} is not a kind of QEMU")
         self.kind = kind
         self.version = version
         self.binary = binary
-        self._read_only_image = read_only_image
 
     @classmethod
     async def detect(cls, kind: VmmKind) -> QemuVmm:
@@ -129,30 +128,18 @@ class QemuVmm(Vmm):
         version = match[1]
         if tuple(map(int, version.split("."))) < (7, 2, 0):
             raise UnavailableError(f"{binary} is version {version}", hint="7.2 or newer is needed")
-        # Newer versions (8.2 on) can map an image privately that they have opened read-only.
-        options = (await run([binary, "-object", "memory-backend-file,help"], check=False)).stdout
-        return cls(kind, version=version, binary=binary, read_only_image=b"rom=" in options)
+        return cls(kind, version=version, binary=binary)
 
     @property
     def cpu_model(self) -> str:
         """What `-cpu` gets; a snapshot needs the same."""
         return "max" if self.kind is VmmKind.QEMU_TCG else "host"
 
-    async def boot(
-        self, machine: Machine, *, disk: Disk, nic: Nic | None, run_dir: Path, memory_image: Path | None = None
-    ) -> Vm:
-        return await self._start(machine, memory_image, disk, nic, run_dir)
+    async def boot(self, machine: Machine, *, disk: Disk, nic: Nic | None, run_dir: Path) -> Vm:
+        return await self._start(machine, disk, nic, run_dir)
 
-    async def prepare(
-        self,
-        machine: Machine,
-        *,
-        nic: Nic | None,
-        run_dir: Path,
-        memory_image: Path | None = None,
-        base: Path | None = None,
-    ) -> Vm:
-        return await self._start(machine, memory_image, None, nic, run_dir, base)
+    async def prepare(self, machine: Machine, *, nic: Nic | None, run_dir: Path) -> Vm:
+        return await self._start(machine, None, nic, run_dir)
 
     async def adopt(self, pid: int, start_time: int, run_dir: Path) -> Vm:
         process = Process.adopt(pid, start_time)
@@ -165,15 +152,7 @@ class QemuVmm(Vmm):
             raise
         return vm
 
-    async def _start(
-        self,
-        machine: Machine,
-        memory_image: Path | None,
-        disk: Disk | None,
-        nic: Nic | None,
-        run_dir: Path,
-        base: Path | None = None,
-    ) -> QemuVm:
+    async def _start(self, machine: Machine, disk: Disk | None, nic: Nic | None, run_dir: Path) -> QemuVm:
         """With a disk: cold boot. Without: wait for a device state."""
         user = _new_user(self.kind)
         size = machine.memory_mib << 20
@@ -187,39 +166,33 @@ class QemuVmm(Vmm):
                     inherited[fd] = fd
                     return fd
 
-                def opened(path: Path, flags: int) -> int:
-                    fd = _open_image(path, flags)
+                def opened(path: Path) -> int:
+                    fd = _open_image(path, os.O_RDONLY)
                     stack.callback(os.close, fd)
                     return give(fd)
 
                 monitor = stack.enter_context(qmp.bind(run_dir, SOCKET_NAME))
                 maps = stack.enter_context(qmp.bind(run_dir, mapper.SOCKET_NAME, socket.SOCK_SEQPACKET))
                 # The loader opens it by the descriptor: the machine's user need not reach its path.
-                library = opened(mapper.LIBRARY, os.O_RDONLY)
+                library = opened(mapper.LIBRARY)
                 _grant(library, user, 4)
                 environment = {
                     "LD_PRELOAD": f"/proc/self/fd/{library}",
                     mapper.VARIABLE: f"{give(maps.fileno())}:{library}",
                 }
-                backend = f"memory-backend-ram,id=ram,size={machine.memory_mib}M,share=off,merge=off,reserve=off"
-                if memory_image is not None:
-                    image = opened(memory_image, os.O_RDONLY if self._read_only_image else os.O_RDWR)
-                    backend = self._image_backend(memory_image, image, size)
-                    _grant(image, user, 4 if self._read_only_image else 6)
-                arguments = self._machine_arguments(machine, backend, give(monitor.fileno()))
+                arguments = self._machine_arguments(machine, give(monitor.fileno()))
                 if nic is not None:
                     arguments += _nic_arguments(nic, give(nic.tap_fd))
                 if disk is None:
                     arguments += _waiting_arguments()
-                    if base is not None:
-                        arguments += _base_arguments(opened(base, os.O_RDONLY))
                 else:
-                    kernel, initrd = opened(machine.kernel, os.O_RDONLY), opened(machine.initrd, os.O_RDONLY)
+                    kernel, initrd = opened(machine.kernel), opened(machine.initrd)
                     for fd in (kernel, initrd):
                         _grant(fd, user, 4)
                     arguments += _boot_arguments(machine, kernel, initrd)
-                    files = _Files(stack)
-                    arguments += await _in_thread(lambda: _disk_arguments(disk, files, give))
+                    image = await _in_thread(lambda: _open_disk(disk))
+                    stack.callback(os.close, image)
+                    arguments += _disk_arguments(disk, give(image))
                 process = spawn(
                     [self.binary, *arguments],
                     fds=inherited,
@@ -229,7 +202,6 @@ class QemuVmm(Vmm):
                     log=run_dir / LOG_NAME,
                 )
                 vm = QemuVm(self.kind, process, run_dir)
-                vm.base = base
             try:
                 await vm.connect()
                 await vm.find_memory(size)
@@ -245,17 +217,7 @@ class QemuVmm(Vmm):
             raise
         return vm
 
-    def _image_backend(self, path: Path, fd: int, size: int) -> str:
-        status = os.fstat(fd)
-        if status.st_size != size:
-            raise VmmError(f"{path} has {status.st_size} bytes, the machine {size}")
-        access = "readonly=on,rom=off," if self._read_only_image else ""
-        return (
-            f"memory-backend-file,id=ram,size={size >> 20}M,mem-path=/proc/self/fd/{fd},"
-            f"share=off,{access}merge=off,reserve=off"
-        )
-
-    def _machine_arguments(self, machine: Machine, backend: str, monitor: int) -> list[str]:
+    def _machine_arguments(self, machine: Machine, monitor: int) -> list[str]:
         accel = f"tcg,thread=multi,tb-size={TRANSLATION_CACHE_MIB}" if self.kind is VmmKind.QEMU_TCG else "kvm"
         return [
             "-M", "microvm,acpi=on,rtc=on,isa-serial=on,memory-backend=ram,suppress-vmdesc=on",
@@ -263,8 +225,8 @@ class QemuVmm(Vmm):
             "-cpu", self.cpu_model,
             "-smp", str(machine.vcpus),
             "-m", f"{machine.memory_mib}M",
-            # No balloon and no free-page reporting: QEMU gives back RAM by punching holes into the shared image.
-            "-object", backend,
+            # Anonymous, not a file: a page of a private file mapping that is written costs a second one, the file's.
+            "-object", f"memory-backend-ram,id=ram,size={machine.memory_mib}M,share=off,merge=off,reserve=off",
             "-nodefaults", "-no-user-config", "-display", "none",
             "-sandbox", "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny",
             # A guest that ends leaves its process behind, so that its last words can be read.
@@ -300,70 +262,31 @@ def _waiting_arguments() -> list[str]:
     ]  # fmt: skip
 
 
-def _base_arguments(fd: int) -> list[str]:
-    node = {
-        "driver": "raw",
-        "node-name": BASE_NODE,
-        "read-only": True,
-        "file": _file_node("/dev/fdset/0", read_only=True),
-    }
-    return ["-add-fd", f"fd={fd},set=0", "-blockdev", json.dumps(node)]
+def _disk_arguments(disk: Disk, fd: int) -> list[str]:
+    node = {"driver": "raw", "node-name": DISK_NODE, "read-only": disk.read_only, "file": _disk_node(disk, fd)}
+    return ["-add-fd", f"fd={fd},set={DISK_SET}", "-blockdev", json.dumps(node), "-device", _disk_device()]
 
 
-def _disk_arguments(disk: Disk, files: _Files, give: Callable[[int], int]) -> list[str]:
-    top = {"driver": "raw", "node-name": DISK_NODE, "read-only": disk.read_only, "file": _disk_nodes(disk, files)}
-    arguments: list[str] = []
-    for number, fd in files.opened:
-        arguments += ["-add-fd", f"fd={give(fd)},set={number}"]
-    return [*arguments, "-blockdev", json.dumps(top), "-device", _disk_device()]
+def _open_disk(disk: Disk) -> int:
+    """Past the page cache, which the block server fills, where the file system can do that (tmpfs from Linux 6.6)."""
+    if disk.format != "raw":
+        raise InvalidInputError("disk.format", f"expected raw, got {disk.format!r}")
+    flags = os.O_RDONLY if disk.read_only else os.O_RDWR
+    try:
+        return _open_image(disk.path, flags | os.O_DIRECT)
+    except VmmError as error:
+        if not isinstance(error.__cause__, OSError) or error.__cause__.errno != errno.EINVAL:
+            raise
+        return _open_image(disk.path, flags)
 
 
-class _Files:
-    """Files of a disk that are handed to QEMU, each as a set of one descriptor. Closed by `stack`."""
-
-    def __init__(self, stack: ExitStack) -> None:
-        self._stack = stack
-        self.opened: list[tuple[int, int]] = []  # (number of the set, our descriptor)
-
-    def node(self, path: Path, *, read_only: bool, direct: bool = False) -> dict[str, Any]:
-        """Open a file; the node that looks at it."""
-        flags = os.O_RDONLY if read_only else os.O_RDWR
-        try:
-            fd = _open_image(path, flags | (os.O_DIRECT if direct else 0))
-        except VmmError as error:
-            # Not every file system can do without the page cache (tmpfs before Linux 6.6).
-            if not direct or not isinstance(error.__cause__, OSError) or error.__cause__.errno != errno.EINVAL:
-                raise
-            direct = False
-            fd = _open_image(path, flags)
-        self._stack.callback(os.close, fd)
-        self.opened.append((len(self.opened) + 1, fd))
-        return _file_node(f"/dev/fdset/{len(self.opened)}", read_only=read_only, direct=direct)
-
-
-def _file_node(name: str, *, read_only: bool, direct: bool = False) -> dict[str, Any]:
+def _disk_node(disk: Disk, fd: int) -> dict[str, Any]:
+    """The node below that of the device. QEMU sets and clears O_DIRECT of what it is given as the node says."""
     # A lock would need the file opened by QEMU itself.
-    node: dict[str, Any] = {"driver": "file", "filename": name, "locking": "off"}
-    if direct:
+    node: dict[str, Any] = {"driver": "file", "filename": f"/dev/fdset/{DISK_SET}", "locking": "off"}
+    if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
         node["cache"] = {"direct": True}
-    return node | ({"read-only": True} if read_only else {"discard": "unmap"})
-
-
-def _disk_nodes(disk: Disk, files: _Files, base: Path | None = None) -> dict[str, Any]:
-    """The block graph of an image, below the node of the device. `base` is the image behind BASE_NODE."""
-    match disk.format:
-        case "raw":
-            return files.node(disk.path, read_only=disk.read_only, direct=True)
-        case "qcow2":
-            below: dict[str, Any] | str | None = None
-            if disk.backing is not None and disk.backing == base:
-                below = BASE_NODE
-            elif disk.backing is not None:
-                below = {"driver": "raw", "read-only": True, "file": files.node(disk.backing, read_only=True)}
-            top = files.node(disk.path, read_only=disk.read_only)
-            node = {"driver": "qcow2", "file": top, "backing": below}
-            return node | ({"read-only": True} if disk.read_only else {"discard": "unmap"})
-    raise InvalidInputError("disk.format", f"expected raw or qcow2, got {disk.format!r}")
+    return node | ({"read-only": True} if disk.read_only else {"discard": "unmap"})
 
 
 class QemuVm(Vm):
@@ -377,7 +300,6 @@ class QemuVm(Vm):
         self.state = VmState.PREPARED
         self.on_io_error: Callable[[str], None] | None = None
         self.exited = asyncio.get_running_loop().create_future()
-        self.base: Path | None = None  # the image behind node BASE_NODE
         self._process = process
         self._ram: MemoryRegion | None = None
         self._mapper = mapper.Mapper(run_dir)
@@ -525,18 +447,19 @@ class QemuVm(Vm):
         self._require(VmState.PREPARED)
         if disk.read_only:
             raise InvalidInputError("disk.read_only", "a prepared machine takes a writable disk")
-        with ExitStack() as stack:
-            files = _Files(stack)
-            # In a thread: the image may lie in a file system whose server is busy, or is us.
-            nodes = await _in_thread(lambda: _disk_nodes(disk, files, self.base))
+        # In a thread: the image may lie in a file system whose server is busy, or waits for us.
+        fd = await _in_thread(lambda: _open_disk(disk))
+        try:
             # Sent in one go: QEMU answers in order, so nothing is gained by waiting in between.
             await _together(
-                *(self._command("add-fd", {"fdset-id": number}, fd=fd) for number, fd in files.opened),
-                self._command("blockdev-add", {**nodes, "node-name": IMAGE_NODE}),
+                self._command("add-fd", {"fdset-id": DISK_SET}, fd=fd),
+                self._command("blockdev-add", {**_disk_node(disk, fd), "node-name": IMAGE_NODE}),
                 self._command(
                     "blockdev-reopen", {"options": [{"driver": "raw", "node-name": DISK_NODE, "file": IMAGE_NODE}]}
                 ),
             )
+        finally:
+            os.close(fd)
 
     async def map_memory(self, map: MemoryMap) -> None:
         self._require(VmState.PREPARED, VmState.PAUSED)

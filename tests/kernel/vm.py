@@ -35,7 +35,7 @@ class Machine:
             listening.listen(1)
             self._process = subprocess.Popen(
                 [
-                    "qemu-system-x86_64", "-accel", "tcg,thread=multi", "-M", "q35", "-cpu", "max", "-smp", "2",
+                    "qemu-system-x86_64", "-accel", "tcg,thread=multi", "-M", "q35", "-cpu", "max,erms=off", "-smp", "2",
                     "-m", str(MEMORY_MIB), "-nodefaults", "-no-user-config", "-no-reboot", "-display", "none",
                     "-kernel", str(kernel.boot_image), "-initrd", str(initramfs), "-append", command_line(),
                     "-serial", f"file:{self._console}", "-serial", f"unix:{path}",

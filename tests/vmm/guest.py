@@ -18,7 +18,6 @@ from aenv.boot import cpio
 from aenv.boot.cmdline import host_tsc_khz
 from aenv.boot.kernel import ensure_kernel
 from aenv.boot.modules import ModuleTree
-from aenv.snapshot.capture import capture_template
 from aenv.vmm.base import Disk, Machine, MemoryMap, Vm, Vmm, VmmKind
 from aenv.vmm.qemu import QemuVmm
 
@@ -98,6 +97,14 @@ def build_machine(folder: Path) -> Machine:
     return Machine(1, MEMORY_MIB, kernel.boot_image, initrd, cmdline)
 
 
+async def ram(vm: Vm) -> bytes:
+    """All guest memory, as the process has it."""
+    (region,) = await vm.memory_regions()
+    with open(f"/proc/{vm.pid}/mem", "rb") as file:
+        file.seek(region.address)
+        return file.read(region.length)
+
+
 async def capture_guest(folder: Path) -> Guest:
     vmm = await QemuVmm.detect(VmmKind.QEMU_TCG)
     machine = build_machine(folder)
@@ -105,8 +112,11 @@ async def capture_guest(folder: Path) -> Guest:
     vm = await vmm.boot(machine, disk=disk, nic=None, run_dir=folder / "run")
     async with killed(vm):
         await console(vm, "round 0: IDLE")
-        await capture_template(vm, folder, parent_image=None)
-    return Guest(machine, folder)
+        await vm.pause()
+        guest = Guest(machine, folder)
+        await vm.save_state(guest.state)
+        guest.memory.write_bytes(await ram(vm))
+    return guest
 
 
 @pytest.fixture(scope="session")
@@ -116,13 +126,19 @@ def guest(tmp_path_factory: pytest.TempPathFactory):
     shutil.rmtree(folder)
 
 
-async def prepared(guest: Guest, run_dir: Path, vmm: Vmm | None = None, base: Path | None = None) -> Vm:
+async def prepared(guest: Guest, run_dir: Path, vmm: Vmm | None = None) -> Vm:
     """A machine that waits for the guest's state, with the guest's memory."""
     vmm = vmm or await QemuVmm.detect(VmmKind.QEMU_TCG)
-    vm = await vmm.prepare(guest.machine, nic=None, run_dir=run_dir, base=base)
+    vm = await vmm.prepare(guest.machine, nic=None, run_dir=run_dir)
     try:
         await vm.map_memory(MemoryMap.whole(guest.memory, MEMORY_MIB << 20))
     except BaseException:
         await vm.kill()
         raise
     return vm
+
+
+async def load(vm: Vm, state: Path, disk: Disk) -> None:
+    """PREPARED → PAUSED."""
+    await vm.attach_disk(disk)
+    await vm.load_state(state)

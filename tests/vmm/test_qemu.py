@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -11,69 +13,75 @@ import pytest
 import uvloop
 
 from aenv.errors import ConflictError, InvalidInputError, NotFoundError, VmmError
-from aenv.snapshot.restore import restore
-from aenv.storage.overlay import create_overlay
 from aenv.vmm import qemu
 from aenv.vmm.base import Disk, VmmKind, VmState
 from aenv.vmm.qemu import QemuVmm
 from aenv.vmm.spawn import process_start_time, processes_in
-from tests.vmm.guest import DISK_SIZE, Guest, console, killed, new_disk, prepared, write_command
+from tests.vmm.guest import Guest, console, killed, load, new_disk, prepared, write_command
 
 pytestmark = pytest.mark.vm
 
 
 def test_restored_guest_goes_on_with_the_disk_it_is_given(guest: Guest, tmp_path: Path):
-    """Memory and program go on (no second READY); the disk is the new one, as raw file and as overlay."""
+    """Memory and program go on (no second READY); the disk is the new one."""
 
     async def main() -> None:
-        base = new_disk(tmp_path / "base", "HELLO-FROM-BASE")
-        overlay = tmp_path / "overlay"
-        create_overlay(overlay, base.path, DISK_SIZE)
-        over = Disk(overlay, "qcow2", backing=base.path)
-        for number, (disk, ahead) in enumerate(((base, None), (over, None), (over, base.path), (base, over.path))):
-            async with killed(await prepared(guest, tmp_path / f"run{number}", base=ahead)) as vm:
-                assert vm.state is VmState.PREPARED
-                await restore(vm, state=guest.state, disk=disk)
-                assert vm.state is VmState.PAUSED
-                await vm.resume()
-                assert vm.state is VmState.RUNNING
-                assert "READY" not in await console(vm, "HELLO-FROM-BASE")
+        disk = new_disk(tmp_path / "disk", "HELLO-FROM-DISK")
+        async with killed(await prepared(guest, tmp_path / "run")) as vm:
+            assert vm.state is VmState.PREPARED
+            await load(vm, guest.state, disk)
+            assert vm.state is VmState.PAUSED
+            await vm.resume()
+            assert vm.state is VmState.RUNNING
+            assert "READY" not in await console(vm, "HELLO-FROM-DISK")
 
     uvloop.run(main())
 
 
-def test_what_the_guest_writes_stays_in_its_overlay(guest: Guest, tmp_path: Path):
+def test_what_the_guest_writes_stays_on_its_disk(guest: Guest, tmp_path: Path):
+    """And reaches it past the page cache."""
+
     async def main() -> None:
-        base = new_disk(tmp_path / "base", "SAVE 42")
-        before = base.path.read_bytes()
-        overlay = Disk(tmp_path / "overlay", "qcow2", backing=base.path)
-        create_overlay(overlay.path, base.path, DISK_SIZE)
+        disk = new_disk(tmp_path / "disk", "SAVE 42")
         async with killed(await prepared(guest, tmp_path / "run")) as vm:
-            await restore(vm, state=guest.state, disk=overlay)
+            await load(vm, guest.state, disk)
+            flags = [
+                int(re.search(r"flags:\s+(\d+)", Path(f"/proc/{vm.pid}/fdinfo/{link.name}").read_text())[1], 8)
+                for link in Path(f"/proc/{vm.pid}/fd").iterdir()
+                if os.readlink(link) == str(disk.path)
+            ]
+            assert flags
+            assert all(flag & os.O_DIRECT and flag & os.O_ACCMODE == os.O_RDWR for flag in flags)
             await vm.resume()
             await console(vm, "saved 42")
             await vm.pause()
-        assert base.path.read_bytes() == before
-        write_command(base.path, "SHOW ")
+        write_command(disk.path, "SHOW ")
         async with killed(await prepared(guest, tmp_path / "run")) as vm:
-            await restore(vm, state=guest.state, disk=overlay)
+            await load(vm, guest.state, disk)
             await vm.resume()
             await console(vm, "shown saved 42")
 
     asyncio.run(main())
 
 
-def test_backing_named_inside_an_overlay_is_not_opened(guest: Guest, tmp_path: Path):
-    """A VMM that was taken over could write any path there."""
+def test_disk_that_cannot_do_without_the_page_cache_is_served(
+    guest: Guest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    real_open = os.open
+
+    def refuse(path: os.PathLike[str] | str, flags: int, *rest: int, **options: int) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "no O_DIRECT here")
+        return real_open(path, flags, *rest, **options)
+
+    monkeypatch.setattr(os, "open", refuse)
 
     async def main() -> None:
-        secret = new_disk(tmp_path / "secret", "SECRET")
-        overlay = tmp_path / "overlay"
-        create_overlay(overlay, secret.path, DISK_SIZE)
+        disk = new_disk(tmp_path / "disk", "SAVE 43")
         async with killed(await prepared(guest, tmp_path / "run")) as vm:
-            await restore(vm, state=guest.state, disk=Disk(overlay, "qcow2"))
+            await load(vm, guest.state, disk)
             await vm.resume()
-            assert "SECRET" not in await console(vm, "round")
+            await console(vm, "saved 43")
 
     asyncio.run(main())
 
@@ -107,7 +115,7 @@ def test_memory_image_is_shared_and_never_changed(guest: Guest, tmp_path: Path):
         image = guest.memory.read_bytes()
         disk = new_disk(tmp_path / "disk", "FILL 8")
         async with killed(await prepared(guest, tmp_path / "run")) as vm:
-            await restore(vm, state=guest.state, disk=disk)
+            await load(vm, guest.state, disk)
             await vm.resume()
             await console(vm, "FILL 8")
             regions = await vm.memory_regions()
@@ -125,7 +133,7 @@ def test_end_of_the_guest_is_told_with_its_last_words(guest: Guest, tmp_path: Pa
         ):
             disk = new_disk(tmp_path / "disk", command)
             async with killed(await prepared(guest, tmp_path / "run")) as vm:
-                await restore(vm, state=guest.state, disk=disk)
+                await load(vm, guest.state, disk)
                 await vm.resume()
                 end = await asyncio.wait_for(vm.exited, 60)
                 assert end.reason == reason
@@ -142,7 +150,7 @@ def test_death_of_the_process_is_noticed(guest: Guest, tmp_path: Path):
     async def main() -> None:
         vm = await prepared(guest, tmp_path / "run")
         async with killed(vm):
-            await restore(vm, state=guest.state, disk=new_disk(tmp_path / "disk"))
+            await load(vm, guest.state, new_disk(tmp_path / "disk"))
             await vm.resume()
             os.kill(vm.pid, signal.SIGKILL)
             assert (await asyncio.wait_for(vm.exited, 60)).reason.startswith("QEMU was killed by SIGKILL")
@@ -185,7 +193,7 @@ def test_flooded_console_keeps_its_end(guest: Guest, tmp_path: Path):
     async def main() -> None:
         disk = new_disk(tmp_path / "disk", "FLOOD")
         async with killed(await prepared(guest, tmp_path / "run")) as vm:
-            await restore(vm, state=guest.state, disk=disk)
+            await load(vm, guest.state, disk)
             await vm.resume()
             await console(vm, "fox" + " jumps over the lazy dog")
             tails = [await vm.serial_tail(1 << 20) for _ in range(20)]
@@ -203,7 +211,7 @@ def test_flooded_console_keeps_its_end(guest: Guest, tmp_path: Path):
 def test_another_daemon_adopts_the_machine(guest: Guest, tmp_path: Path):
     async def first() -> tuple[int, int]:
         vm = await prepared(guest, tmp_path / "run")
-        await restore(vm, state=guest.state, disk=new_disk(tmp_path / "disk"))
+        await load(vm, guest.state, new_disk(tmp_path / "disk"))
         await vm.resume()
         await vm.detach()
         return vm.pid, process_start_time(vm.pid)
@@ -243,7 +251,7 @@ def test_wrong_state_of_the_machine_is_refused(guest: Guest, tmp_path: Path):
                 await vm.attach_disk(Disk(disk.path, "vmdk"))
             with pytest.raises(VmmError, match="No such file"):
                 await vm.attach_disk(Disk(tmp_path / "none", "raw"))
-            await restore(vm, state=guest.state, disk=disk)
+            await load(vm, guest.state, disk)
             for call in (lambda: vm.attach_disk(disk), lambda: vm.load_state(guest.state)):
                 with pytest.raises(ConflictError, match="paused"):
                     await call()
@@ -271,7 +279,7 @@ def test_bad_device_state_is_an_error(guest: Guest, tmp_path: Path, damage: str)
         (tmp_path / "state").write_bytes(bad)
         async with killed(await prepared(guest, tmp_path / "run")) as vm:
             with pytest.raises(VmmError):
-                await restore(vm, state=tmp_path / "state", disk=new_disk(tmp_path / "disk"))
+                await load(vm, tmp_path / "state", new_disk(tmp_path / "disk"))
 
     asyncio.run(main())
 
@@ -280,14 +288,12 @@ def test_failed_start_leaves_nothing_and_says_why(guest: Guest, tmp_path: Path):
     async def main() -> None:
         vmm = await QemuVmm.detect(VmmKind.QEMU_TCG)
         run_dir = tmp_path / "run"
-        (tmp_path / "small").write_bytes(bytes(4096))
-        with pytest.raises(VmmError, match="4096 bytes"):
-            await vmm.prepare(guest.machine, memory_image=tmp_path / "small", nic=None, run_dir=run_dir)
-        with pytest.raises(VmmError, match="No such file"):
-            await vmm.prepare(guest.machine, memory_image=tmp_path / "none", nic=None, run_dir=run_dir)
         broken = QemuVmm(VmmKind.QEMU_TCG, version="7.2.0", binary=Path("/bin/false"))
         with pytest.raises(VmmError, match="exited with status 1"):
-            await broken.prepare(guest.machine, memory_image=guest.memory, nic=None, run_dir=run_dir)
+            await broken.prepare(guest.machine, nic=None, run_dir=run_dir)
+        for disk, error in ((Disk(tmp_path / "none"), VmmError), (Disk(guest.memory, "qcow2"), InvalidInputError)):
+            with pytest.raises(error):
+                await vmm.boot(guest.machine, disk=disk, nic=None, run_dir=run_dir)
         assert not run_dir.exists()
         with pytest.raises(InvalidInputError):
             QemuVmm(VmmKind.FIRECRACKER, version="1", binary=Path("/bin/false"))
@@ -304,7 +310,7 @@ def test_twenty_restores_in_a_row(guest: Guest, tmp_path: Path):
         for number in range(20):
             disk = new_disk(tmp_path / "disk", f"NUMBER {number};")
             async with killed(await prepared(guest, tmp_path / "run", vmm)) as vm:
-                await restore(vm, state=guest.state, disk=disk)
+                await load(vm, guest.state, disk)
                 await vm.resume()
                 await console(vm, f"NUMBER {number};")
             assert len(os.listdir("/proc/self/fd")) == before

@@ -16,24 +16,15 @@ import pytest
 import uvloop
 
 from aenv.errors import ConflictError, InvalidInputError, LimitError, VmmError
-from aenv.snapshot.restore import restore
 from aenv.vmm import mapper
 from aenv.vmm.base import MAX_EXTENTS, MAX_FILES, PAGE, Disk, MemoryExtent, MemoryMap, Vm, VmmKind, VmState
 from aenv.vmm.qemu import QemuVmm
-from tests.vmm.guest import MEMORY_MIB, Guest, console, killed, new_disk, prepared, write_command
+from tests.vmm.guest import MEMORY_MIB, Guest, console, killed, load, new_disk, prepared, ram, write_command
 
 pytestmark = pytest.mark.vm
 
 SIZE = MEMORY_MIB << 20
 PAGES = SIZE // PAGE
-
-
-async def ram(vm: Vm) -> bytes:
-    """All guest memory, as the process has it."""
-    (region,) = await vm.memory_regions()
-    with open(f"/proc/{vm.pid}/mem", "rb") as file:
-        file.seek(region.address)
-        return file.read(region.length)
 
 
 async def changed(vm: Vm) -> list[int]:
@@ -69,7 +60,7 @@ def test_one_process_serves_any_snapshot(guest: Guest, tmp_path: Path):
         async with killed(generic):
             disk = new_disk(tmp_path / "disk", "FILL 8")
             async with killed(await prepared(guest, tmp_path / "run", vmm)) as source:
-                await restore(source, state=guest.state, disk=disk)
+                await load(source, guest.state, disk)
                 await source.resume()
                 await console(source, "FILL 8")
                 write_command(disk.path, "SUM  8")
@@ -83,7 +74,7 @@ def test_one_process_serves_any_snapshot(guest: Guest, tmp_path: Path):
             await generic.map_memory(MemoryMap.of(SIZE, (guest.memory,), [whole]))
             await generic.map_memory(MemoryMap.of(SIZE, (guest.memory, tmp_path / "layer"), layer))
             assert await ram(generic) == expected
-            await restore(generic, state=tmp_path / "state", disk=disk)
+            await load(generic, tmp_path / "state", disk)
             write_command(disk.path, "SUM  8;")
             await generic.resume()
             total = next(line for line in seen.splitlines() if line.startswith("sum"))
@@ -143,7 +134,7 @@ def test_source_shares_its_own_snapshot_and_goes_on(guest: Guest, tmp_path: Path
     async def main() -> None:
         disk = new_disk(tmp_path / "disk", "FILL 32")
         async with killed(await prepared(guest, tmp_path / "run")) as vm:
-            await restore(vm, state=guest.state, disk=disk)
+            await load(vm, guest.state, disk)
             await vm.resume()
             await console(vm, "FILL 32")
             write_command(disk.path, "SUM  32")
@@ -209,7 +200,7 @@ def test_bad_maps_are_refused(guest: Guest, tmp_path: Path):
             with pytest.raises(VmmError, match="guest_offset of entry 0"):
                 await vm.populate([(1, PAGE)])
             assert await ram(vm) == guest.memory.read_bytes()
-            await restore(vm, state=guest.state, disk=new_disk(tmp_path / "disk"))
+            await load(vm, guest.state, new_disk(tmp_path / "disk"))
             await vm.resume()
             with pytest.raises(ConflictError, match="running"):
                 await vm.map_memory(good)
@@ -227,7 +218,7 @@ def test_bad_maps_are_refused(guest: Guest, tmp_path: Path):
 def test_another_daemon_maps_memory(guest: Guest, tmp_path: Path):
     async def first() -> tuple[int, int]:
         vm = await prepared(guest, tmp_path / "run")
-        await restore(vm, state=guest.state, disk=new_disk(tmp_path / "disk"))
+        await load(vm, guest.state, new_disk(tmp_path / "disk"))
         await vm.detach()
         return vm.pid, vm.start_time
 
@@ -290,7 +281,7 @@ def test_failing_disk_stops_the_machine_and_the_guest_never_knows(
         vm = await prepared(guest, tmp_path / "run")
         try:
             vm.on_io_error = told.put_nowait
-            await restore(vm, state=guest.state, disk=disk)
+            await load(vm, guest.state, disk)
             await vm.resume()
             write_command(disk.path, "SAVE 77")
             assert "No space" in await failed()
