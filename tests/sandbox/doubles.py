@@ -544,22 +544,21 @@ async def sync_capture(state: Path, layer: Path) -> None:
             raise VmmError(f"{path} does not exist")
 
 
-def memory_map(size: int, base: Path | None, layers: Sequence[Path], zero: Path) -> MemoryMap:
+def memory_map(size: int, base: Path | None, layers: Sequence[Path], zero: Path, *, limit: int | None) -> MemoryMap:
     for layer in layers:
         content_of(layer)
     return MemoryMap(size, (*([] if base is None else [base]), *layers), b"")
 
 
-async def rehome(vm: FakeVm, layer: Path, mappings: int) -> int:
-    """As far as there is room: the first half of what the layer holds."""
+async def rehome(vm: FakeVm, stats: CaptureStats, content: MemoryMap) -> int:
+    """As far as there is room: half of what was written."""
     await vm._do("rehome", VmState.PAUSED)
-    content = content_of(layer)
-    pages = sorted(content)[: (len(content) + 1) // 2]
-    for page in pages:
-        if vm.memory[page] != content[page]:
-            raise vm.host.fault(f"rehoming changes {page} from {vm.memory[page]} to {content[page]}")
+    mapped = merged([content_of(path) for path in content.files])
+    if mapped != vm.memory:
+        raise vm.host.fault(f"rehoming changes memory from {vm.memory} to {mapped}")
+    pages = sorted(vm.private)[: (len(vm.private) + 1) // 2]
     vm.private -= set(pages)
-    vm.files.add(layer)
+    vm.files |= set(content.files)
     return len(pages)
 
 
