@@ -34,7 +34,7 @@ from aenv.storage.disks import Disks, OpenDisk
 from aenv.storage.home import Home
 from aenv.storage.memory import MemoryImages
 from aenv.storage.repository import Repository, Template
-from aenv.vmm.base import Disk, MemoryMap, Nic, Vm, Vmm
+from aenv.vmm.base import MAX_EXTENTS, Disk, MemoryMap, Nic, Vm, Vmm
 from aenv.vmm.base import Machine as Shape
 from aenv.vmm.pool import WarmPool
 from aenv.vmm.spawn import Process, processes_in, set_background
@@ -335,11 +335,11 @@ class Machines:
         """What several machines of one checkpoint can be restored with."""
         return await self._map(checkpoint.machine, checkpoint.memory_layers)
 
-    async def _map(self, shape: Shape, layers: list[Path]) -> MemoryMap:
-        """What RAM is made of: one image that many share, and the layers over it."""
+    async def _map(self, shape: Shape, layers: list[Path], *, limit: int | None = MAX_EXTENTS) -> MemoryMap:
+        """What RAM is made of: one image that many share, and the layers over it, in at most `limit` pieces."""
         size = shape.memory_mib << 20
         base = await self._memory.open(layers[:1])
-        found = await asyncio.to_thread(memory_map, size, base, layers[1:], self._zero(size))
+        found = await asyncio.to_thread(memory_map, size, base, layers[1:], self._zero(size), limit=limit)
         if found is None:  # too scattered to be mapped piece by piece
             found = memory_map(size, await self._memory.open(layers), [], self._zero(size))
             assert found is not None
@@ -373,15 +373,21 @@ class Machines:
         """Give the disk a new writable layer; what was written before is a layer of its own."""
         await self._disks.restack(running.disk)
 
-    async def rehome(self, running: Running, captured: Captured) -> None:
-        """Let a paused machine's RAM be the layer that was just captured from it, as far as that is quick: its pages
-        are shared from then on, and the next capture need not look at them."""
-        await rehome(running.vm, running.disk.folder / captured.memory, captured.stats.mappings)
+    async def rehome(self, running: Running, captured: Captured, shape: Shape) -> None:
+        """A paused machine's RAM is made of the layer that was just captured from it, too: its pages become mappings of
+        files, as far as that is quick. So they are shared, and the next capture need not look at them.
+
+        After VmmError the machine is good for nothing but `end`; after any other error it may run on.
+        """
+        await self.remember(running, shape, [*running.memory_layers, captured.memory])
+        assert running.memory is not None
+        await rehome(running.vm, captured.stats, running.memory)
 
     async def remember(self, running: Running, shape: Shape, layers: Sequence[str]) -> None:
         """These layers in the disk's folder are what the machine's memory is compared with in the next capture."""
+        paths = [running.disk.folder / name for name in layers]
+        running.memory = await self._map(shape, paths, limit=None) if layers else None
         running.memory_layers = tuple(layers)
-        running.memory = await self._map(shape, [running.disk.folder / name for name in layers]) if layers else None
 
     async def settle(self, checkpoint: Checkpoint) -> None:
         """Make all files of a checkpoint durable."""

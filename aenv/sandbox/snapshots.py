@@ -150,8 +150,6 @@ class Snapshots:
                 log.exception("capture of sandbox %s failed", sandbox.id)
             raise
         await self._go_on(sandbox, running, state)
-        if captured is not None:
-            await self._machines.remember(running, sandbox.template.machine, record.memory)
         return Checkpoint(
             running.disk.folder,
             sandbox.template.machine,
@@ -163,7 +161,7 @@ class Snapshots:
 
     async def _rehome(self, sandbox: Sandbox, running: Running, captured: Captured) -> None:
         try:
-            await self._machines.rehome(running, captured)
+            await self._machines.rehome(running, captured, sandbox.template.machine)
         except VmmError:
             raise
         except AenvError as error:  # nothing was mapped: its pages are its own for longer
