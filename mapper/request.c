@@ -173,6 +173,8 @@ struct mapper_answer mapper_handle(struct mapper *m, const void *message, size_t
   size_t table = r.kind != MAPPER_OPEN;
   if (take_files(m, fds + table, fd_count - table, &a) == 0 && table) run_table(m, &r, fds[0], &a);
   if (table) close(fds[0]);
+  /* Gone before the answer: the client can rely on it. */
+  if (r.kind == MAPPER_MAP) mapper_forget(m);
   return a;
 }
 

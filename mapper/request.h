@@ -19,7 +19,7 @@
 
 enum mapper_kind {
   MAPPER_RAM = 1,  /* guest RAM lies at `address` for `length` bytes; may be said again, not differently */
-  MAPPER_OPEN = 2, /* `files` more files for a MAP on this connection; numbered in the order of their coming */
+  MAPPER_OPEN = 2, /* `files` more files for the next MAP on this connection; numbered in the order of their coming */
   MAPPER_MAP = 3,  /* the same, and a table, the first descriptor: a file of `count` extents, to map over RAM */
   MAPPER_POPULATE = 4, /* a table of `count` ranges of RAM whose pages shall be mapped before they are needed */
 };
@@ -76,7 +76,7 @@ struct mapper_file {
   uint64_t size; /* bytes that may be mapped, in whole pages */
 };
 
-/* State of the mapper: RAM outlives a connection, files do not. */
+/* State of the mapper: what it knows of RAM stays, files are closed after each MAP and at the end of a connection. */
 struct mapper {
   uint64_t ram, ram_length; /* 0: not told yet */
   uint64_t page;
