@@ -71,9 +71,9 @@ class Chains:
             scratch.rename(folder / merged)
             shorter = [*chain[:start], merged, *chain[start + len(names) :]]
             if of_memory:
-                record.memory = shorter
                 if sandbox.running is not None:
                     await self._machines.remember(sandbox.running, sandbox.template.machine, shorter)
+                record.memory = shorter
             else:
                 record.disk = shorter
             self._store.save(record)

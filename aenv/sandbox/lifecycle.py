@@ -137,7 +137,7 @@ class Lifecycle:
             try:
                 if memory:
                     captured = await self.machines.capture(running, restack=False)
-                    record.memory, record.state_file = [*record.memory, captured.memory], captured.state
+                    record.memory, record.state_file = [*running.memory_layers, captured.memory], captured.state
                     stats = captured.stats
                     detail = f"{reason}; {stats.stored_pages} pages in {stats.total_s * 1000:.0f} ms"
                 else:

@@ -92,7 +92,9 @@ class Running:
     slot: Slot
     incarnation: str
     disk: OpenDisk
-    memory_layers: tuple[str, ...]  # what its RAM was made of, files in the disk's folder; empty after a cold boot
+    # What its RAM was made of, files in the disk's folder; empty after a cold boot. The next capture's layer belongs on
+    # top of these: if `remember` of the last one failed, it is not among them.
+    memory_layers: tuple[str, ...]
     memory: MemoryMap | None  # the same, as the next capture compares with it
     closed: asyncio.Future[None] = field(default_factory=_future)  # done when connections must be dropped
     retrying: bool = False  # a failed disk request is being tried again
@@ -181,7 +183,7 @@ class Machines:
         needed = {MANIFEST_NAME, *record.disk, *record.memory, record.upper, record.state_file}
         for running in machines:
             if running is not None:
-                needed |= {*running.disk.layers, running.disk.upper}
+                needed |= {*running.disk.layers, running.disk.upper, *running.memory_layers}
         for path in self.directory(record.id).iterdir():
             layer = path.with_suffix(LAYER_SUFFIX).name if path.suffix == INDEX_SUFFIX else path.name
             if layer not in needed and not path.name.startswith("."):

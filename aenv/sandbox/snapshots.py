@@ -138,7 +138,7 @@ class Snapshots:
                 await self._machines.restack(running)
             self.note_restack(sandbox, running)
             if captured is not None:
-                record.memory = [*record.memory, captured.memory]
+                record.memory = [*running.memory_layers, captured.memory]
             self._store.save(record)
             if captured is not None:
                 whole = False  # until it has succeeded
@@ -164,7 +164,7 @@ class Snapshots:
             await self._machines.rehome(running, captured, sandbox.template.machine)
         except VmmError:
             raise
-        except AenvError as error:  # nothing was mapped: its pages are its own for longer
+        except (AenvError, OSError) as error:  # nothing was mapped: its pages are its own for longer
             log.warning("sandbox %s does not share its pages with its snapshot: %s", sandbox.id, error)
 
     async def _go_on(
