@@ -12,7 +12,7 @@ import shutil
 import socket
 import string
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -42,6 +42,7 @@ from aenv.vmm.spawn import Process, processes_in, set_background
 T = TypeVar("T")
 
 ID_ALPHABET = string.ascii_lowercase + string.digits
+WARM_MARK = ".warm"  # in the directory of a machine that waits in the pool
 WARM_UP_TIMEOUT = 120  # seconds; a busy host leaves it little time
 WARM_UP_QUIET = 0.5  # seconds after a create: its user's first commands go before
 REHEARSALS = 2
@@ -243,6 +244,7 @@ class Machines:
             if policy != Policy():
                 await warmed.running.slot.apply(policy)
             set_background(warmed.running.vm.pid, False)
+            (self.directory(sandbox_id) / WARM_MARK).unlink()
         except BaseException:
             await self._discard_warmed(warmed)
             raise
@@ -265,12 +267,15 @@ class Machines:
         else:
             template.manifest.require_boot_files()
         folder = self.directory(sandbox_id)
-        folder.mkdir(mode=0o711)
+        folder.mkdir(mode=0o711, exist_ok=True)
         try:
             os.link(source.directory / MANIFEST_NAME, folder / MANIFEST_NAME)
             checkpoint = source.link_into(folder)
             if checkpoint.state is None:
                 return await self.boot(checkpoint, policy)
+            if memory is not None:  # what it names in the source's directory is here, too, and stays
+                here = (folder / file.name if file.parent == source.directory else file for file in memory.files)
+                memory = replace(memory, files=tuple(here))
             running = await self.restore(checkpoint, policy, pooled=pooled, memory=memory)
             (folder / checkpoint.state).unlink()
             return running
@@ -490,6 +495,9 @@ class Machines:
         """
         template = self._repository.find(template_id)
         sandbox_id = new_sandbox_id()
+        folder = self.directory(sandbox_id)
+        folder.mkdir(mode=0o711)
+        (folder / WARM_MARK).touch()
         running = await self.branch(template, template.checkpoint, sandbox_id, Policy())
         warmed = Warmed(sandbox_id, running)
         try:

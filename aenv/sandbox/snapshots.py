@@ -108,11 +108,13 @@ class Snapshots:
                     checkpoint = replace(checkpoint, memory=(), state=None)
             else:
                 checkpoint = await self._capture(sandbox, state, memory=memory)
-            staged_checkpoint = self._link(checkpoint, staged)
-            if durable:
-                await self._machines.settle(checkpoint)
-            if checkpoint.state_file is not None and sandbox.is_up:
-                checkpoint.state_file.unlink()  # of use only with the memory as it was
+            try:
+                staged_checkpoint = self._link(checkpoint, staged)
+                if durable:
+                    await self._machines.settle(checkpoint)
+            finally:
+                if sandbox.is_up:  # the device state is of use only with the memory as it was
+                    self._machines.tidy(sandbox.record, sandbox.running, sandbox.former)
             yield staged_checkpoint
         finally:
             if staged.exists():
@@ -208,9 +210,10 @@ class Snapshots:
             children = await asyncio.gather(
                 *(self._child(sandbox, checkpoint, memory, timeout, turn) for _ in range(count))
             )
-        started = sum(isinstance(child, SandboxInfo) for child in children)
-        life.event(sandbox, Event.CHECKPOINTED, f"fork: {started} of {count} children started")
-        life.own(self._seal(sandbox))
+        if not sandbox.doomed:
+            started = sum(isinstance(child, SandboxInfo) for child in children)
+            life.event(sandbox, Event.CHECKPOINTED, f"fork: {started} of {count} children started")
+            life.own(self._seal(sandbox))
         return children
 
     async def _seal(self, sandbox: Sandbox) -> None:
@@ -227,6 +230,7 @@ class Snapshots:
             try:
                 if life.closing:
                     raise UnavailableError("the daemon is stopping")
+                life.check_room()
                 options = replace(source.record.options, timeout=timeout)
                 lineage = [source.id, *source.record.lineage]
                 child = life.add(source.template, options, lineage, new_sandbox_id())
@@ -246,17 +250,21 @@ class Snapshots:
         async with sandbox.lock:
             if sandbox.doomed:
                 raise NotFoundError(f"sandbox {sandbox.id} does not exist")
+            if life.closing:
+                raise UnavailableError("the daemon is stopping")
             if sandbox.state not in (SandboxState.RUNNING, SandboxState.PAUSED):
                 raise ConflictError(f"sandbox {sandbox.id} is {sandbox.state.value}")
+            if sandbox.state is SandboxState.PAUSED:
+                life.check_room()
             if snapshot.id not in record.lineage and snapshot.manifest.sandbox != sandbox.id:
                 raise ConflictError(f"snapshot {snapshot.title} is not one of sandbox {sandbox.id}")
             if snapshot.checkpoint.state is not None:
                 self._machines.require(snapshot)
-            source = snapshot.checkpoint.link_into(self._machines.directory(sandbox.id))
+            source = self._links(sandbox, snapshot)
             left = max(1, round(record.end_at - now())) if sandbox.is_up else record.options.timeout
             state, running = sandbox.state, sandbox.running
             record.disk, record.memory, record.state_file = list(source.disk), list(source.memory), source.state
-            record.upper = record.machine = None
+            record.upper = record.machine = record.unsettled = None
             record.lineage = _ancestry(snapshot, record.lineage)
             # From this commit on it is at the snapshot; the machine that has no record any more is ended by whoever
             # finds it.
@@ -268,6 +276,16 @@ class Snapshots:
             life.event(sandbox, Event.ROLLED_BACK, f"to snapshot {snapshot.title}")
             await life.resume_locked(sandbox, left)
             return life.info(sandbox)
+
+    def _links(self, sandbox: Sandbox, snapshot: Template) -> Checkpoint:
+        """A snapshot's checkpoint in the directory of a sandbox. Raises NotFoundError when it was just deleted."""
+        try:
+            return snapshot.checkpoint.link_into(self._machines.directory(sandbox.id))
+        except OSError as error:
+            self._machines.tidy(sandbox.record, sandbox.running, sandbox.former)
+            if not snapshot.directory.exists():
+                raise NotFoundError(f"snapshot {snapshot.title} does not exist") from error
+            raise
 
 
 def _policy(sandbox: Sandbox) -> Policy:
