@@ -586,6 +586,7 @@ def patched() -> Iterator[None]:
         ):
             stack.enter_context(mock.patch(f"aenv.sandbox.{name}", double))
         stack.enter_context(mock.patch("aenv.snapshot.manifest.Manifest.require_boot_files", require_boot_files))
+        stack.enter_context(mock.patch("os.fsync"))  # no power fails here
         yield
 
 
