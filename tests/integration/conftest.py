@@ -13,6 +13,7 @@ import os
 import select
 import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
@@ -24,6 +25,7 @@ from urllib.parse import urlsplit
 import pytest
 from e2b import Sandbox
 
+from aenv.sandbox.machines import WARM_MARK
 from aenv.storage.home import Home
 from tests.leftovers import CLAIMS, nothing_left_behind
 
@@ -156,13 +158,14 @@ class Daemon:
         return found
 
     def vmm_of(self, sandbox: Sandbox) -> int:
-        """The process of a sandbox: the one that has its disk open."""
-        disk = str(self.home.sandboxes / sandbox.sandbox_id / "disk.qcow2")
-        for pid in self.vmms():
-            with contextlib.suppress(OSError):
-                if any(os.path.realpath(fd) == disk for fd in Path(f"/proc/{pid}/fd").iterdir()):
-                    return pid
-        raise AssertionError(f"no process has {disk} open")
+        """The process of a sandbox, from the daemon's record."""
+        with contextlib.closing(sqlite3.connect(f"file:{self.home.database}?mode=ro", uri=True)) as db:
+            (record,) = db.execute("SELECT record FROM sandboxes WHERE id = ?", (sandbox.sandbox_id,)).fetchone()
+        return int(json.loads(record)["machine"]["pid"])
+
+    def folders(self) -> set[str]:
+        """The directories of sandboxes, without those of machines that wait to become one."""
+        return {f.name for f in self.home.sandboxes.iterdir() if not (f / WARM_MARK).exists()}
 
     def namespaces(self) -> list[str]:
         return [name for name in os.listdir("/run/netns") if name.startswith(f"aenv-{self.home.tag}-")]
@@ -265,5 +268,4 @@ def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
         for sandbox_id in left:
             daemon.request("DELETE", f"/sandboxes/{sandbox_id}")
         assert left == set(), "left behind"
-        folders = {folder.name for folder in daemon.home.sandboxes.iterdir()}
-        assert folders <= before, "directories left behind"
+        assert daemon.folders() <= before, "directories left behind"

@@ -109,7 +109,7 @@ def consistent(daemon: Daemon) -> dict[str, str]:
     """What is listed is all there is on the disk, and is running or paused. Returns the list."""
     boxes = daemon.list()
     assert set(boxes.values()) <= {"running", "paused"}
-    assert {folder.name for folder in daemon.home.sandboxes.iterdir()} == set(boxes)
+    assert daemon.folders() == set(boxes)
     return boxes
 
 

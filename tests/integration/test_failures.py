@@ -6,12 +6,14 @@ import json
 import os
 import shutil
 import signal
+import uuid
 from pathlib import Path
 from typing import Any
 
 import pytest
 from e2b import AuthenticationException, Sandbox, SandboxException
 
+from aenv._native.lsmt import Layer, Writer
 from tests.integration.conftest import Daemon, NewDaemon, wait_until
 
 pytestmark = pytest.mark.vm
@@ -112,11 +114,16 @@ def copied(daemon: Daemon, identity: str, **changes: Any) -> Path:
     return target
 
 
+def layers(template: Path) -> dict[str, Path]:
+    manifest = json.loads((template / "manifest.json").read_text())
+    return {"memory": template / manifest["memory"][0], "disk": template / manifest["disk"]["layers"][0]}
+
+
 def refused(daemon: Daemon, template: str) -> tuple[int, str]:
     """Status and message of a create that fails, after which there is nothing of it."""
-    before = (daemon.list(), set(daemon.home.sandboxes.iterdir()))
+    before = (daemon.list(), daemon.folders())
     status, answer = daemon.request("POST", "/v2/sandboxes", {"templateID": template, "timeout": 60})
-    assert (daemon.list(), set(daemon.home.sandboxes.iterdir())) == before
+    assert (daemon.list(), daemon.folders()) == before
     return status, answer["message"]
 
 
@@ -161,11 +168,24 @@ def test_a_snapshot_of_another_vmm_is_refused_by_name(daemon: Daemon, field: str
     assert what in message
 
 
-def test_a_template_with_a_missing_file_is_refused(daemon: Daemon) -> None:
-    (copied(daemon, "nomemory") / "memory").unlink()
-    status, message = refused(daemon, "nomemory")
+@pytest.mark.parametrize("what", ["memory", "disk"])
+def test_a_template_with_a_missing_layer_is_refused(daemon: Daemon, what: str) -> None:
+    layer = layers(copied(daemon, f"no{what}"))[what]
+    layer.unlink()
+    status, message = refused(daemon, f"no{what}")
     assert status == 500
-    assert "memory" in message
+    assert layer.name in message
+
+
+@pytest.mark.parametrize("what", ["memory", "disk"])
+def test_a_template_with_a_damaged_layer_is_refused(daemon: Daemon, what: str) -> None:
+    layer = layers(copied(daemon, f"bad{what}"))[what]
+    content = layer.read_bytes()
+    layer.unlink()  # it is a link
+    layer.write_bytes(content[:-4096])
+    status, message = refused(daemon, f"bad{what}")
+    assert status == 500
+    assert "trailer" in message
 
 
 def test_a_damaged_manifest_names_its_field_and_hides_no_other(new_daemon: NewDaemon) -> None:
@@ -184,11 +204,13 @@ def test_a_damaged_manifest_names_its_field_and_hides_no_other(new_daemon: NewDa
 
 def test_a_guest_whose_memory_is_nonsense(new_daemon: NewDaemon) -> None:
     daemon = new_daemon(AENV_AGENT_TIMEOUT="3", AENV_VMM_POOL="0").start()
-    template = copied(daemon, "zeros")
-    size = (template / "memory").stat().st_size
-    (template / "memory").unlink()
-    with (template / "memory").open("wb") as file:
-        file.truncate(size)
+    layer = layers(copied(daemon, "zeros"))["memory"]
+    size = Layer(layer).info.virtual_size
+    layer.unlink()
+    with layer.open("w+b") as file:
+        writer = Writer(file.fileno(), size, uuid=str(uuid.uuid4()))
+        writer.add_zeros(0, size)
+        writer.finish()
     status, message = refused(daemon, "zeros")
     assert status == 500
     assert "did not answer within 3 s" in message or "the machine ended while it started" in message
@@ -198,8 +220,8 @@ def test_a_guest_whose_memory_is_nonsense(new_daemon: NewDaemon) -> None:
 
 
 def test_a_guest_that_never_answers(new_daemon: NewDaemon) -> None:
-    """Its agent was stopped before the pause: the resume fails in time and says so, and nothing of it runs. Its guest
-    has run meanwhile, so only the disk is kept: the next resume boots from it."""
+    """Its agent was stopped before the pause: the resume fails in time and says so, nothing of it runs and nothing is
+    lost. A boot from its disk helps."""
     daemon = new_daemon(AENV_AGENT_TIMEOUT="3", AENV_VMM_POOL="0").start()
     sandbox = daemon.create()
     sandbox.files.write("kept", "on disk")
@@ -216,7 +238,7 @@ def test_a_guest_that_never_answers(new_daemon: NewDaemon) -> None:
     daemon.stop()
     daemon.environment["AENV_AGENT_TIMEOUT"] = "60"  # a boot takes longer than three seconds
     daemon.start()
-    status, _ = daemon.request(*connect)
+    status, _ = daemon.request("POST", f"/v2/sandboxes/{sandbox.sandbox_id}/connect", {"timeout": 60, "memory": False})
     assert status == 201
     revived = daemon.connect(sandbox.sandbox_id)
     assert revived.files.read("kept") == "on disk"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
-from e2b import NotFoundException, Sandbox
+from e2b import Sandbox, SandboxException
 
 from tests.integration.conftest import LISTENS, Daemon, wait_until
 from tests.integration.test_pause import counter, start_counter
@@ -13,9 +13,7 @@ from tests.integration.test_pause import counter, start_counter
 pytestmark = pytest.mark.vm
 
 CHILDREN = 4
-IDENTITY = (
-    "hostname; cat /etc/machine-id; cat /proc/sys/kernel/random/uuid; head -c 16 /dev/urandom | od -An -tx1; date +%s.%N"
-)
+IDENTITY = "hostname; cat /etc/machine-id; cat /proc/sys/kernel/random/uuid; head -c 16 /dev/urandom | od -An -tx1"
 
 
 def test_a_snapshot_branches_and_the_source_goes_on(daemon: Daemon) -> None:
@@ -47,7 +45,7 @@ def test_a_snapshot_branches_and_the_source_goes_on(daemon: Daemon) -> None:
         third.kill()
         assert Sandbox.delete_snapshot(snapshot.snapshot_id, **daemon.options)
         assert not Sandbox.delete_snapshot(snapshot.snapshot_id, **daemon.options)
-    with pytest.raises(NotFoundException):
+    with pytest.raises(SandboxException, match="404"):
         Sandbox.create("branch", **daemon.options)
 
 
@@ -88,7 +86,7 @@ def test_a_rollback_is_in_place(daemon: Daemon) -> None:
     snapshot = sandbox.create_snapshot(**daemon.options)
     marked, identity = counter(sandbox)
     sandbox.files.write("/home/user/kept", "two")
-    sandbox.commands.run("pkill -f counter.py; rm /tmp/count")
+    sandbox.commands.run("pkill -f [c]ounter.py; rm /tmp/count")
     for state in ("running", "paused"):
         if state == "paused":
             sandbox.pause()
@@ -128,7 +126,7 @@ def test_a_chain_of_snapshots_restores_each_of_them(daemon: Daemon) -> None:
             assert Sandbox.delete_snapshot(gone, **daemon.options)
         box = Sandbox.create(snapshots[-1], **daemon.options)
         try:
-            assert box.commands.run("sha256sum -c --quiet /home/user/sums && fsck.ext4 -V").exit_code == 0
+            assert box.commands.run("sha256sum -c --quiet /home/user/sums").exit_code == 0
         finally:
             box.kill()
     finally:
