@@ -16,7 +16,6 @@ cdef extern from "c_device.h" nogil:
     struct ublk_device
     struct ublk_options:
         unsigned queues, depth
-        bint user_copy
         uint64_t owner
     struct ublk_found:
         uint32_t number
@@ -119,12 +118,12 @@ cdef class Control:
     cdef readonly unsigned queues
     cdef readonly unsigned depth
 
-    def __cinit__(self, uint64_t owner, *, unsigned queues, unsigned depth, bint user_copy=True):
+    def __cinit__(self, uint64_t owner, *, unsigned queues, unsigned depth):
         if not 1 <= queues <= 64:
             raise InvalidInputError("queues", f"{queues} is not in 1..64")
         if not 1 <= depth <= 1024:
             raise InvalidInputError("depth", f"{depth} is not in 1..1024")
-        cdef ublk_options options = ublk_options(queues, depth, user_copy, owner)
+        cdef ublk_options options = ublk_options(queues, depth, owner)
         cdef int rc
         with nogil:
             rc = ublk_front_open(&options, &self._front)
