@@ -16,7 +16,8 @@ log = logging.getLogger("aenv.blockd")
 
 @click.command()
 @click.option("--socket", "socket_path", type=click.Path(path_type=Path), required=True, help="Control socket to make.")
-@click.option("--mount", "directory", type=click.Path(path_type=Path), required=True, help="Where images appear.")
+# Not click.Path, which looks at it: a mount that is taken over answers only when we do.
+@click.option("--mount", "directory", type=Path, required=True, metavar="PATH", help="Where images appear.")
 @click.option("--state", type=click.Path(path_type=Path), help="What is served, for the next server; SOCKET.state.")
 @click.option("--kept", multiple=True, type=int, help="Inherited descriptor of the mount of a server that died.")
 @click.option("--ready", type=int, help="Inherited descriptor that gets a byte when requests are accepted.")

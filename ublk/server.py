@@ -61,7 +61,7 @@ class Server:
         """Serve until a `shutdown` request, SIGTERM or SIGINT. Raises ConflictError if another server runs."""
         lock = _lock(self._socket_path)
         try:
-            self._directory.mkdir(mode=0o711, parents=True, exist_ok=True)
+            self._make_directory()
             states = StateFolder(self._state)
             self._mount = Mount(self._directory, states.fuse_record, self._kept)
             for fd in self._kept:
@@ -85,6 +85,12 @@ class Server:
             self._socket_path.unlink(missing_ok=True)
             keep_path(self._socket_path).unlink(missing_ok=True)
             os.close(lock)
+
+    def _make_directory(self) -> None:
+        """Without a look at it: it may be the mount that waits for us to answer."""
+        self._directory.parent.mkdir(mode=0o711, parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(self._directory, 0o711)
 
     def _say_ready(self) -> None:
         log.info(

@@ -30,6 +30,7 @@ KEPT_MOST = 64  # descriptors of one mount
 FIRST_KEPT = 4  # their numbers in the server; 3 is where it says that it is ready
 ATTEMPTS = 3  # times that a call is made before it is believed to be what kills the server
 PAUSES = (0, 0.1, 0.5, 2, 5)  # seconds before a server that does not start is started again; the last one repeats
+PATIENCE = 2  # failed starts that calls under way are not told of
 
 
 class Blocks:
@@ -58,10 +59,7 @@ class Blocks:
         run_dir.mkdir(mode=0o711, parents=True, exist_ok=True)
         blocks = cls(run_dir)
         try:
-            try:
-                await blocks._connect()
-            except UnavailableError:
-                await blocks._start_server()
+            await blocks._connect_or_start()
         except BaseException:
             blocks._let_go()
             raise
@@ -127,6 +125,20 @@ class Blocks:
         self._connection = str(client.server["connection"])
         await self._announce(client, None)
 
+    async def _connect_or_start(self) -> None:
+        for attempt in range(PATIENCE + 1):  # one that is about to end neither answers nor lets another one start
+            await asyncio.sleep(PAUSES[attempt])
+            try:
+                await self._connect()
+                break
+            except UnavailableError:
+                try:
+                    await self._start_server()
+                    break
+                except UnavailableError:
+                    if attempt == PATIENCE:
+                        raise
+
     async def _start_server(self, kept: Sequence[int] = ()) -> None:
         """Start a server that takes over the mount whose descriptors are `kept`, and connect to it."""
         loop = asyncio.get_running_loop()
@@ -185,7 +197,8 @@ class Blocks:
                 break
             except AenvError as error:
                 log.error("%s", error)
-                await self._announce(None, error)
+                if attempt >= PATIENCE:
+                    await self._announce(None, error)
         survived = self._connection == before
         log.info("the block server runs again; open files have%s survived", "" if survived else " not")
         for callback in self._callbacks:
