@@ -32,8 +32,10 @@ from ublk.protocol import (
     Seal,
     Shutdown,
     Stats,
+    Trace,
     frame,
 )  # fmt: skip
+from ublk.remote import RemoteLayers, RemoteOptions
 from ublk.state import StateFolder
 
 log = logging.getLogger("aenv.blockd")
@@ -45,15 +47,17 @@ class Server:
     """One block server: a socket, a mounted directory, and the images in it."""
 
     def __init__(
-        self, socket_path: Path, directory: Path, state: Path, *, kept: Sequence[int] = (), ready: int | None = None
-    ) -> None:
+        self, socket_path: Path, directory: Path, state: Path, *, kept: Sequence[int] = (), ready: int | None = None,
+        remote: RemoteOptions | None = None,
+    ) -> None:  # fmt: skip
         """`kept`: descriptors of the mount of a dead server, which somebody held. `ready` gets a byte when requests
-        are accepted. All are closed."""
+        are accepted. All are closed. `remote`: where chunks of remote layers are kept; None: there are none."""
         self._socket_path = socket_path
         self._directory = directory
         self._state = state
         self._kept = kept
         self._ready = ready
+        self._remote_options = remote
         self._stopping = asyncio.Event()
         self._connections: set[asyncio.Task[None]] = set()
 
@@ -63,10 +67,11 @@ class Server:
         try:
             self._make_directory()
             states = StateFolder(self._state)
+            remote = RemoteLayers(self._remote_options) if self._remote_options is not None else None
             self._mount = Mount(self._directory, states.fuse_record, self._kept)
             for fd in self._kept:
                 os.close(fd)
-            self._images = Images(self._mount, states)
+            self._images = Images(self._mount, states, remote)
             await self._images.recover()
             self._mount.serve()
             loop = asyncio.get_running_loop()
@@ -186,8 +191,11 @@ class Server:
             case Open(image=name):
                 return await images.open(
                     name, request.layers, request.data, request.index, cached=request.cached,
-                    owner=(request.uid, request.gid), mode=request.mode,
+                    owner=(request.uid, request.gid), mode=request.mode, prefetch_path=request.prefetch,
+                    record=request.record,
                 )  # fmt: skip
+            case Trace(image=name, path=path):
+                return {"chunks": await images.trace(name, path)}
             case Close(image=name):
                 return await images.close(name)
             case Restack(image=name):
