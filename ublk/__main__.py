@@ -11,6 +11,7 @@ from pathlib import Path
 import click
 
 from aenv.errors import AenvError
+from ublk.front import UblkOptions
 from ublk.remote import CHUNK_SIZE, RemoteOptions
 from ublk.server import Server
 
@@ -31,9 +32,13 @@ MCL_CURRENT, MCL_ONFAULT = 1, 4
 @click.option("--chunk-size", type=int, default=CHUNK_SIZE, show_default=True, help="Bytes of a chunk of a new layer.")
 @click.option("--remote-wait", type=float, default=30, show_default=True, help="Seconds until a missing chunk is EIO.")
 @click.option("--prefetch-rate", type=click.IntRange(min=0), default=0, help="Bytes/s from one place; 0: no bound.")
+@click.option("--ublk-queues", type=click.IntRange(1, 64), default=1, show_default=True, help="Of a block device.")
+@click.option("--ublk-depth", type=click.IntRange(1, 1024), default=128, show_default=True, help="Requests of a queue.")
+@click.option("--ublk-spare", type=click.IntRange(0, 1024), default=2, show_default=True, help="Devices made ahead.")
 def main(
     socket_path: Path, directory: Path, state: Path | None, kept: tuple[int, ...], ready: int | None,
-    cache: Path | None, cache_size: int, chunk_size: int, remote_wait: float, prefetch_rate: int,
+    cache: Path | None, cache_size: int, chunk_size: int, remote_wait: float, prefetch_rate: int, ublk_queues: int,
+    ublk_depth: int, ublk_spare: int,
 ) -> None:  # fmt: skip
     """Serve overlaybd images as files, controlled over a Unix socket."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
@@ -46,7 +51,13 @@ def main(
             cache.absolute(), cache_size, chunk_size=chunk_size, wait_seconds=remote_wait, prefetch_rate=prefetch_rate
         )
     server = Server(
-        socket_path.absolute(), directory.absolute(), state.absolute(), kept=kept, ready=ready, remote=remote
+        socket_path.absolute(),
+        directory.absolute(),
+        state.absolute(),
+        kept=kept,
+        ready=ready,
+        remote=remote,
+        ublk=UblkOptions(ublk_queues, ublk_depth, ublk_spare),
     )
     try:
         asyncio.run(server.run())

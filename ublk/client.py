@@ -136,6 +136,7 @@ class BlockClient:
         mode: int = 0o600,
         prefetch: Path | None = None,
         record: int = 0,
+        front_end: str = "auto",
     ) -> dict[str, Any]:
         """Gives the description of the image; `path` is the file to use."""
         request = protocol.Open(
@@ -150,6 +151,7 @@ class BlockClient:
             mode,
             None if prefetch is None else str(prefetch),
             record,
+            front_end,
         )
         reply: dict[str, Any] = await self.call(request)
         return reply

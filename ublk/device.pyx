@@ -11,6 +11,10 @@ from typing import NamedTuple
 from aenv.errors import ConflictError, InvalidInputError, NotFoundError, UnavailableError
 
 
+cdef extern from "c_device_uapi.h":
+    uint64_t UBLK_F_UPDATE_SIZE
+
+
 cdef extern from "c_device.h" nogil:
     struct ublk_front
     struct ublk_device
@@ -145,6 +149,11 @@ cdef class Control:
     def features(self):
         """The kernel's UBLK_F_… bits."""
         return ublk_front_features(self._front)
+
+    @property
+    def can_resize(self):
+        """Whether devices in use can change their size (Linux 6.16)."""
+        return bool(self.features & UBLK_F_UPDATE_SIZE)
 
     def prepare(self):
         """A device without an image: `start` of it is faster than making one."""

@@ -19,7 +19,7 @@ import msgspec
 
 from aenv._native.lsmt import Image, Layer, Sealing, Stack, create_writable
 from aenv.errors import AenvError, ConflictError, InvalidInputError, NotFoundError, UnavailableError
-from ublk.fuse import Mount
+from ublk.front import FrontEnd, FuseFront, UblkFront
 from ublk.ranges import RemoteSpec
 from ublk.ranges import absolute_path as absolute
 from ublk.remote import RemoteLayer, RemoteLayers, TraceRecording, cache_name, prefetch
@@ -83,14 +83,18 @@ class Served:
     key: StackKey
     remote: list[RemoteLayer]  # keeps their sources alive
     recording: TraceRecording | None
+    front: FrontEnd
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while it is restacked, resized or closed
 
 
 class Images:
     """All methods run in the event loop; what blocks is done in threads, without the GIL."""
 
-    def __init__(self, mount: Mount, states: StateFolder, remote: RemoteLayers | None = None) -> None:
-        self._mount = mount
+    def __init__(
+        self, fuse: FuseFront, ublk: UblkFront | None, states: StateFolder, remote: RemoteLayers | None = None
+    ) -> None:
+        self._fuse = fuse
+        self._ublk = ublk
         self._states = states
         self._remote = remote
         # A source that hangs may hold up the opening of remote layers, but nothing else that is done in threads.
@@ -105,6 +109,8 @@ class Images:
     async def recover(self) -> None:
         """Open what a dead server had open. What fails is logged, and told to all who ask for it."""
         images = self._states.images()
+        if self._ublk is not None:
+            await self._ublk.prepare(images)
         seals = self._seals({state.data for state in images})
         # At once: one of a source that does not answer must not keep the others from their users.
         await asyncio.gather(*(self._recover_one(state, seals) for state in images))
@@ -154,6 +160,7 @@ class Images:
         mode: int,
         prefetch_path: str | None = None,
         record: int = 0,
+        front_end: str = "auto",
     ) -> dict[str, Any]:
         if name in self._served or name in self._opening:
             raise ConflictError(f"image {name}: is open already")
@@ -175,11 +182,11 @@ class Images:
                 absolute(what, path)
         state = ImageState(
             image=name, layers=layers, data=data, index=index, cached=cached, uid=owner[0], gid=owner[1],
-            mode=mode & 0o777, made_at=time.time_ns(),
+            mode=mode & 0o777, made_at=time.time_ns(), front_end=self._choose(front_end, cached, data is not None),
         )  # fmt: skip
         self._opening.add(name)
         try:
-            return self.describe(await self._serve(state, {}, trace, record))
+            return self._describe(await self._serve(state, {}, trace, record), 0)
         finally:
             self._opening.discard(name)
 
@@ -198,21 +205,41 @@ class Images:
             key, stack = await self._open_stack(layers, opened, seals) if layers else ((), None)
         image = await asyncio.to_thread(Image, stack, *top, direct=state.cached)
         try:
-            state.ino = self._mount.add(
-                state.image, image, cached=state.cached, uid=state.uid, gid=state.gid, mode=state.mode,
-                ino=state.ino, made_at=state.made_at,
-            )  # fmt: skip
+            front = self._front(state)
+            await front.add(state, image)
             try:
                 _save(self._states.save_image, state)
             except BaseException:
-                await asyncio.to_thread(self._mount.remove, state.image)
+                await front.remove(state.image)
                 raise
         except BaseException:
             image.close()
             raise
         self._lost.pop(state.image, None)
-        served = self._served[state.image] = Served(state, image, stack, key, remote, recording)
+        served = self._served[state.image] = Served(state, image, stack, key, remote, recording, front)
         return served
+
+    @property
+    def front_ends(self) -> list[str]:
+        return ["fuse"] if self._ublk is None else ["fuse", "ublk"]
+
+    def _choose(self, wanted: str, cached: bool, writable: bool) -> str:
+        if wanted == "auto":
+            return "ublk" if self._ublk is not None and writable else "fuse"
+        if wanted not in ("fuse", "ublk"):
+            raise InvalidInputError("front_end", f"{wanted!r} is none of auto, fuse, ublk")
+        if wanted == "ublk" and cached:
+            raise InvalidInputError("front_end", "a cached image is a file: it is served by fuse")
+        if wanted == "ublk" and self._ublk is None:
+            raise UnavailableError("front_end: this host has no ublk", hint="see the log of aenv-blockd")
+        return wanted
+
+    def _front(self, state: ImageState) -> FrontEnd:
+        if state.front_end != "ublk":
+            return self._fuse
+        if self._ublk is None:
+            raise UnavailableError("this host has no ublk (any more)", hint="see the log of aenv-blockd")
+        return self._ublk
 
     async def _attach(self, specs: list[str | RemoteSpec]) -> list[AnyLayer]:
         if len(specs) > 255:
@@ -287,7 +314,7 @@ class Images:
         async with served.lock:
             self.find(name)
             await asyncio.to_thread(served.image.flush)
-            await asyncio.to_thread(self._mount.remove, name)
+            await served.front.remove(name)
             self._states.remove_image(name)
             del self._served[name]
             served.image.close()
@@ -304,8 +331,9 @@ class Images:
             raise InvalidInputError("size", f"{size} bytes")
         async with served.lock:
             self.find(name)
+            served.front.check_resize()
             await asyncio.to_thread(served.image.resize, size)
-            await asyncio.to_thread(self._mount.resized, name)
+            await served.front.resized(name)
 
     async def restack(self, name: str, data: str, index: str, uuid_text: str | None) -> str:
         """Gives the path of the layer that was sealed; it is made durable in the background."""
@@ -378,24 +406,29 @@ class Images:
             return
         sealing.finish()
 
-    def describe(self, served: Served) -> dict[str, Any]:
+    def _describe(self, served: Served, opens: int) -> dict[str, Any]:
         image, state = served.image, served.state
         recovery = image.recovery
         return {
             "image": state.image,
-            "path": os.path.join(self._mount.directory, state.image),
+            "path": served.front.path(state.image),
+            "front_end": state.front_end,
             "size": image.size,
             "read_only": image.read_only,
             "cached": state.cached,
             "layers": state.layers,
             "data": image.data_path,
             "index": image.index_path,
-            "opens": self._mount.opens(state.image),
+            "opens": opens,
             "recovery": recovery._asdict() if recovery is not None else None,
         }
 
-    def describe_all(self) -> list[dict[str, Any]]:
-        return [self.describe(self._served[name]) for name in sorted(self._served)]
+    async def _opens(self) -> dict[str, int]:
+        return await self._fuse.opens() | (await self._ublk.opens() if self._ublk is not None else {})
+
+    async def describe_all(self) -> list[dict[str, Any]]:
+        opens = await self._opens()
+        return [self._describe(self._served[name], opens[name]) for name in sorted(self._served) if name in opens]
 
     def stats(self, name: str) -> dict[str, Any]:
         served = self.find(name)
@@ -436,8 +469,8 @@ class Images:
             "lost": len(self._lost),
         }
 
-    def in_use(self) -> list[str]:
-        return [name for name in self._served if self._mount.opens(name)]
+    async def in_use(self) -> list[str]:
+        return [name for name, opens in (await self._opens()).items() if opens]
 
     async def shut(self) -> list[str]:
         """Flush, wait for what is being sealed, unmount, close. Gives the errors in words; all is tried."""
@@ -450,7 +483,9 @@ class Images:
                 await asyncio.to_thread(served.image.flush)
             except AenvError as error:
                 failures.append(f"image {served.state.image}: {error}")
-        await asyncio.to_thread(self._mount.close)
+        for front in (self._fuse, self._ublk):
+            if front is not None:
+                await front.close()
         for served in self._served.values():
             served.image.close()
         self._served.clear()

@@ -47,7 +47,8 @@ class Open(Request, tag="open"):
 
     A layer is a path, or a map `{source: {kind: "file"|"http"|"s3", …}, size, digest, chunks?}` of one that is read on
     demand (`ublk.ranges` describes it). `cached` images keep their pages in the page cache (memory images); they must
-    be read-only. `prefetch` is a file that `trace` wrote; `record`: so many first reads are recorded for `trace`.
+    be read-only. `front_end` is `fuse` (a file), `ublk` (a block device), or `auto`: ublk for writable images where the
+    kernel has it. `prefetch` is a file that `trace` wrote; `record`: so many first reads are recorded for `trace`.
     """
 
     image: str
@@ -60,6 +61,7 @@ class Open(Request, tag="open"):
     mode: int = 0o600
     prefetch: str | None = None
     record: int = 0
+    front_end: str = "auto"
 
 
 class Trace(Request, tag="trace"):

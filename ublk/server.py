@@ -16,6 +16,7 @@ from typing import Any
 
 from aenv.errors import AenvError, ConflictError, InvalidInputError, UnavailableError
 from ublk import protocol
+from ublk.front import FuseFront, UblkOptions, open_ublk
 from ublk.fuse import Mount
 from ublk.images import Images
 from ublk.protocol import (
@@ -48,7 +49,7 @@ class Server:
 
     def __init__(
         self, socket_path: Path, directory: Path, state: Path, *, kept: Sequence[int] = (), ready: int | None = None,
-        remote: RemoteOptions | None = None,
+        remote: RemoteOptions | None = None, ublk: UblkOptions = UblkOptions(),  # noqa: B008  # it is frozen
     ) -> None:  # fmt: skip
         """`kept`: descriptors of the mount of a dead server, which somebody held. `ready` gets a byte when requests
         are accepted. All are closed. `remote`: where chunks of remote layers are kept; None: there are none."""
@@ -58,6 +59,7 @@ class Server:
         self._kept = kept
         self._ready = ready
         self._remote_options = remote
+        self._ublk_options = ublk
         self._stopping = asyncio.Event()
         self._connections: set[asyncio.Task[None]] = set()
 
@@ -71,7 +73,8 @@ class Server:
             self._mount = Mount(self._directory, states.fuse_record, self._kept)
             for fd in self._kept:
                 os.close(fd)
-            self._images = Images(self._mount, states, remote)
+            ublk = open_ublk(self._state, self._ublk_options)
+            self._images = Images(FuseFront(self._mount), ublk, states, remote)
             await self._images.recover()
             self._mount.serve()
             loop = asyncio.get_running_loop()
@@ -183,8 +186,8 @@ class Server:
         match request:
             case Hello():
                 return {
-                    "version": VERSION, "pid": os.getpid(), "front_ends": ["fuse"], "directory": str(self._directory),
-                    "connection": self._mount.connection_id,
+                    "version": VERSION, "pid": os.getpid(), "front_ends": images.front_ends,
+                    "directory": str(self._directory), "connection": self._mount.connection_id,
                 }  # fmt: skip
             case Create(data=data, index=index):
                 return {"uuid": await images.create(data, index, request.size, request.uuid, request.parent_uuid)}
@@ -192,7 +195,7 @@ class Server:
                 return await images.open(
                     name, request.layers, request.data, request.index, cached=request.cached,
                     owner=(request.uid, request.gid), mode=request.mode, prefetch_path=request.prefetch,
-                    record=request.record,
+                    record=request.record, front_end=request.front_end,
                 )  # fmt: skip
             case Trace(image=name, path=path):
                 return {"chunks": await images.trace(name, path)}
@@ -212,9 +215,9 @@ class Server:
             case Stats(image=str(name)):
                 return images.stats(name)
             case List():
-                return images.describe_all()
+                return await images.describe_all()
             case Shutdown(force=force):
-                used = images.in_use()
+                used = await images.in_use()
                 if used and not force:
                     raise ConflictError(f"images are in use: {', '.join(sorted(used))}", hint="use force")
                 return None
