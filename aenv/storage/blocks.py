@@ -40,7 +40,7 @@ class Blocks:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.directory = folder / "images"
-        self._socket = folder / "control"
+        self._socket = control_socket(folder)
         self._log = folder / "log"
         self._callbacks: list[Callable[[bool], None]] = []
         self._kept: list[int] = []
@@ -151,6 +151,8 @@ class Blocks:
                 command += ["--mount", self.directory, "--state", self.folder / "state", "--ready", "3"]
                 command += [argument for number in numbers for argument in ("--kept", str(number))]
                 self._process = spawn(command, fds={3: theirs} | numbers, log=self._log, cwd=Path("/"))
+            except OSError as error:
+                raise UnavailableError(f"the block server cannot be started: {error}") from error
             finally:
                 os.close(theirs)
 
@@ -180,7 +182,7 @@ class Blocks:
             await self._announce(None, None)
             try:
                 await self._connect()
-            except UnavailableError:
+            except AenvError:
                 # Until all its threads are gone one of them may still write.
                 status = await self._process.wait()
                 if not self._closing:
@@ -202,7 +204,7 @@ class Blocks:
         survived = self._connection == before
         log.info("the block server runs again; open files have%s survived", "" if survived else " not")
         for callback in self._callbacks:
-            callback(survived)
+            asyncio.get_running_loop().call_soon(callback, survived)  # what one of them raises ends nothing here
 
     async def _announce(self, client: BlockClient | None, failure: AenvError | None) -> None:
         stale, self._client, self._failure = self._client, client, failure
@@ -334,6 +336,11 @@ class Blocks:
     async def list_images(self) -> list[dict[str, Any]]:
         """The descriptions of all images, by name."""
         return await self._call(lambda client: client.list_images())
+
+
+def control_socket(run_dir: Path) -> Path:
+    """Where the server of a run directory listens."""
+    return run_dir / "control"
 
 
 async def _find(client: BlockClient, image: str) -> dict[str, Any] | None:
