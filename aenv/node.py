@@ -100,7 +100,7 @@ class Node:
             )
             await slots.start(keep=[r.machine.slot for r in store.load() if r.machine is not None])
             stack.push_async_callback(slots.close)
-            blocks = await Blocks.start(home.run / "blocks")
+            blocks = await Blocks.start(home.blocks)
             stack.push_async_callback(_stop_blocks, blocks)
             memory = MemoryImages(blocks, home.images)
             await memory.start()

@@ -61,7 +61,8 @@ async def run(config: Config, n: int, say: Say) -> dict[str, Any]:
         rows += bookkeeping(folder, n)
         if os.geteuid() != 0:
             raise UnavailableError("the FUSE part needs root")
-        mount = Mount(make(folder / "mount"))
+        mount = Mount(make(folder / "mount"), folder / "mount.record")
+        mount.serve()
         try:
             say("FUSE disks")
             rows += disks(folder, mount, n, say)

@@ -17,10 +17,12 @@
 #define SECTOR_SHIFT 9
 #define PAGE_SHIFT 12
 #define DISCARD_MOST (1u << 23) /* sectors of one discard: 4 GiB */
-#define WORKERS 32
+#define WORKERS 512 /* at most, of all devices; made when they are needed */
 #define RECOVERY_TRIES 10000 /* of a millisecond: the kernel may take that long to notice the end of a large process */
 #define ANY_DEVICE UINT32_MAX
-#define WANTED_FLAGS (UBLK_F_USER_RECOVERY | UBLK_F_USER_RECOVERY_REISSUE | UBLK_F_CMD_IOCTL_ENCODE)
+/* USER_COPY is as old as GET_FEATURES (Linux 6.5): no kernel that can be asked lacks it. */
+#define WANTED_FLAGS \
+    (UBLK_F_USER_RECOVERY | UBLK_F_USER_RECOVERY_REISSUE | UBLK_F_CMD_IOCTL_ENCODE | UBLK_F_USER_COPY)
 #define USEFUL_FLAGS (UBLK_F_UPDATE_SIZE | UBLK_F_NO_AUTO_PART_SCAN)
 
 struct ublk_front {
@@ -63,7 +65,6 @@ int ublk_front_open(const struct ublk_options *options, struct ublk_front **out)
     rc = command(front, UBLK_CMD_GET_FEATURES, ANY_DEVICE, 0, &front->features, sizeof front->features);
     if (rc || (front->features & WANTED_FLAGS) != WANTED_FLAGS)
         rc = rc == -EPERM || rc == -EACCES ? rc : -EOPNOTSUPP;
-    front->options.user_copy &= (front->features & UBLK_F_USER_COPY) != 0;
     if (!rc)
         rc = workers_start(WORKERS, &front->workers);
     if (rc) {
@@ -140,7 +141,7 @@ static struct ublk_device *new_device(struct ublk_front *front, const struct ubl
 static int start_queues(struct ublk_device *device)
 {
     struct queue_options options = {
-        .depth = device->info.queue_depth, .user_copy = device->info.flags & UBLK_F_USER_COPY,
+        .depth = device->info.queue_depth,
         .image = &device->image, .workers = device->front->workers,
     };
     int rc = 0;
@@ -169,7 +170,7 @@ int ublk_device_prepare(struct ublk_front *front, struct ublk_device **out)
     struct ublk_dev_info info = {
         .nr_hw_queues = (uint16_t)front->options.queues, .queue_depth = (uint16_t)front->options.depth,
         .max_io_buf_bytes = LARGEST, .dev_id = ANY_DEVICE, .server_flags = front->options.owner,
-        .flags = WANTED_FLAGS | (front->features & USEFUL_FLAGS) | (front->options.user_copy ? UBLK_F_USER_COPY : 0),
+        .flags = WANTED_FLAGS | (front->features & USEFUL_FLAGS),
     };
     int rc = command(front, UBLK_CMD_ADD_DEV, ANY_DEVICE, 0, &info, sizeof info);
     if (rc)

@@ -6,7 +6,6 @@
 #ifndef AENV_DEVICE_H
 #define AENV_DEVICE_H
 
-#include <stdbool.h>
 #include <stdint.h>
 
 #include "block.h"
@@ -16,7 +15,6 @@ struct ublk_device;
 
 struct ublk_options {
     unsigned queues, depth; /* of each device; a thread per queue */
-    bool user_copy;         /* where the kernel has it */
     uint64_t owner;         /* marks the devices of this server in the kernel, so that its successor finds them */
 };
 

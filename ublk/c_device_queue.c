@@ -9,15 +9,18 @@
 #include <string.h>
 #include <sys/eventfd.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include "c_device_uapi.h"
 
 #define SECTOR 512u
 #define PAGE 4096u
-#define STRIDE (LARGEST + PAGE) /* from buffer to buffer: at a power of two they would share the entries of a TLB */
-#define EARLY (256u << 10)   /* bytes after which finished requests are handed over although more are waiting */
-#define KEPT (64u << 10)     /* bytes of a buffer that an idle queue keeps */
+#define EARLY (256u << 10) /* bytes after which finished requests are handed over although more are waiting */
+#define KEPT (64u << 10)   /* bytes of a request whose buffer an idle queue does not keep */
+#define LONG_WRITE (128u << 10) /* bytes from which the engine waits for the disk */
+#define MOST_HELP 32       /* reads and writes of one queue that are with the workers at a time */
+#define COLD_BATCHES 16
 #define IDLE_SECONDS 1
 enum { WAKE = UBLK_MAX_DEPTH, IDLE }; /* user data of requests that are no tags */
 
@@ -25,7 +28,12 @@ struct request {
     struct job job; /* first: a job is turned back into its request */
     struct queue *queue;
     unsigned tag;
-    int result; /* what the kernel gets if the flush succeeds */
+    int result;
+};
+
+/* A list of jobs, first in first out. */
+struct jobs {
+    struct job *first, **last;
 };
 
 struct queue {
@@ -34,11 +42,13 @@ struct queue {
     struct io_uring ring;
     const struct ublk_io_desc *descriptors;
     size_t descriptors_length;
-    char *buffers; /* copy: one for each tag, by the kernel's side of the contract; else one */
-    size_t buffers_length;
-    unsigned fetched, offloaded; /* tags that are with the kernel, and with the workers */
+    char *buffer;                /* of this thread, LARGEST bytes */
+    unsigned fetched, helped;    /* tags that are with the kernel, and with the workers or waiting for them */
+    unsigned moving;             /* reads and writes among those that are with the workers */
+    struct jobs backlog;
     size_t finished;             /* bytes of requests whose end the kernel has not been told yet */
-    bool used, timing;           /* since the last look; the look is arranged */
+    unsigned cold;               /* batches for which reads are given to workers, because one had to wait for a disk */
+    bool used, timing;           /* since the last look if the queue is idle; the next look is arranged */
     int wake_fd;
     uint64_t wake_count;
     pthread_mutex_t lock; /* `done`, and `ready` */
@@ -49,11 +59,6 @@ struct queue {
 };
 
 /* --- talking to the kernel --------------------------------------------------------------------------------------- */
-
-static char *buffer_of(struct queue *queue, unsigned tag)
-{
-    return queue->options.user_copy ? queue->buffers : queue->buffers + (size_t)tag * STRIDE;
-}
 
 static struct io_uring_sqe *next_sqe(struct queue *queue)
 {
@@ -66,8 +71,7 @@ static struct io_uring_sqe *next_sqe(struct queue *queue)
 static void give_to_kernel(struct queue *queue, uint32_t op, unsigned tag, int result)
 {
     struct io_uring_sqe *sqe = next_sqe(queue);
-    uint64_t addr = queue->options.user_copy ? 0 : (uintptr_t)buffer_of(queue, tag);
-    struct ublk_io_cmd command = {(uint16_t)queue->options.number, (uint16_t)tag, result, addr};
+    struct ublk_io_cmd command = {.queue = (uint16_t)queue->options.number, .tag = (uint16_t)tag, .result = result};
     memset(sqe, 0, sizeof *sqe);
     sqe->opcode = IORING_OP_URING_CMD;
     sqe->flags = IOSQE_FIXED_FILE;
@@ -91,16 +95,16 @@ static void arm_wake(struct queue *queue)
 
 static void arm_idle(struct queue *queue)
 {
-    static struct __kernel_timespec period = {.tv_sec = IDLE_SECONDS};
+    struct __kernel_timespec period = {.tv_sec = IDLE_SECONDS};
     struct io_uring_sqe *sqe = next_sqe(queue);
     io_uring_prep_timeout(sqe, &period, 0, 0);
     sqe->user_data = IDLE;
     queue->timing = true;
 }
 
-/* --- requests ---------------------------------------------------------------------------------------------------- */
+/* --- data -------------------------------------------------------------------------------------------------------- */
 
-/* Data between `buffer` and the request's pages, through the character device. */
+/* Between `buffer` and the request's pages, through the character device. */
 static int move_data(struct queue *queue, unsigned tag, char *buffer, size_t length, bool to_kernel)
 {
     uint64_t base = ublk_data_offset(queue->options.number, tag);
@@ -135,57 +139,114 @@ static int send_lent(void *opaque, const struct iovec *pieces, int count)
     return sent == (ssize_t)target->length ? 0 : -EFAULT;
 }
 
-static int read_request(struct queue *queue, unsigned tag, size_t length, uint64_t offset)
+/* From the page cache into the request's pages. False: the bytes must be read. */
+static bool read_lent(struct queue *queue, unsigned tag, size_t length, uint64_t offset)
 {
     struct block_device *image = *queue->options.image;
-    char *buffer = buffer_of(queue, tag);
     struct target target = {queue, tag, length};
-    if (queue->options.user_copy && image->lend(image, length, offset, send_lent, &target) == 0)
+    return image->lend(image, length, offset, send_lent, &target) == 0;
+}
+
+static int read_data(struct queue *queue, unsigned tag, char *buffer, size_t length, uint64_t offset)
+{
+    struct block_device *image = *queue->options.image;
+    if (read_lent(queue, tag, length, offset))
         return (int)length;
     int rc = image->read(image, buffer, length, offset);
-    if (!rc && queue->options.user_copy)
+    if (!rc)
         rc = move_data(queue, tag, buffer, length, true);
     return rc ? rc : (int)length;
 }
 
-static int write_request(struct queue *queue, unsigned tag, size_t length, uint64_t offset)
+static int write_data(struct queue *queue, unsigned tag, char *buffer, size_t length, uint64_t offset)
 {
     struct block_device *image = *queue->options.image;
-    char *buffer = buffer_of(queue, tag);
-    int rc = queue->options.user_copy ? move_data(queue, tag, buffer, length, false) : 0;
+    int rc = move_data(queue, tag, buffer, length, false);
     if (!rc)
         rc = image->write(image, buffer, length, offset);
     return rc ? rc : (int)length;
 }
 
-/* In a worker: the queue's thread serves other requests while the disk is waited for. */
-static void flush_job(struct job *job)
+/* --- requests ---------------------------------------------------------------------------------------------------- */
+
+static unsigned op_of(const struct ublk_io_desc *descriptor) { return descriptor->op_flags & UBLK_OP_MASK; }
+static uint64_t offset_of(const struct ublk_io_desc *descriptor) { return descriptor->start_sector * SECTOR; }
+static uint64_t length_of(const struct ublk_io_desc *descriptor) { return (uint64_t)descriptor->sectors * SECTOR; }
+
+/* Gives what the kernel expects: bytes of a read or write, else 0; or a negative errno. */
+static int perform(struct queue *queue, unsigned tag, char *buffer)
+{
+    const struct ublk_io_desc *descriptor = &queue->descriptors[tag];
+    struct block_device *image = *queue->options.image;
+    uint64_t offset = offset_of(descriptor), length = length_of(descriptor);
+    int result = -EOPNOTSUPP;
+    switch (op_of(descriptor)) {
+    case UBLK_READ:
+        return length > LARGEST ? -EINVAL : read_data(queue, tag, buffer, length, offset);
+    case UBLK_WRITE:
+        result = length > LARGEST ? -EINVAL : write_data(queue, tag, buffer, length, offset);
+        break;
+    case UBLK_DISCARD:
+    case UBLK_WRITE_ZEROES:
+        result = image->discard(image, offset, length);
+        break;
+    case UBLK_FLUSH:
+        return image->flush(image);
+    }
+    if (result >= 0 && descriptor->op_flags & UBLK_OP_FUA) {
+        int rc = image->flush(image);
+        result = rc ? rc : result;
+    }
+    return result;
+}
+
+/* In a worker: the queue's thread serves other requests meanwhile. */
+static void help(struct job *job, char *buffer)
 {
     struct request *request = (struct request *)job;
     struct queue *queue = request->queue;
-    struct block_device *image = *queue->options.image;
-    int rc = image->flush(image);
     uint64_t one = 1;
-    if (rc)
-        request->result = rc;
+    request->result = perform(queue, request->tag, buffer);
     pthread_mutex_lock(&queue->lock);
     bool first = !queue->done;
     job->next = queue->done;
     queue->done = job;
-    pthread_mutex_unlock(&queue->lock);
-    if (first) /* the queue's thread takes the whole list, and does not end before it has */
+    /* The queue's thread takes the whole list. It does not end before it has taken this one: the lock is held until the
+     * last use of the queue. */
+    if (first)
         (void)!write(queue->wake_fd, &one, sizeof one);
+    pthread_mutex_unlock(&queue->lock);
 }
 
-static void flush_then_commit(struct queue *queue, unsigned tag, int result)
+static bool moves_data(const struct queue *queue, unsigned tag) { return op_of(&queue->descriptors[tag]) <= UBLK_WRITE; }
+
+static void ask_for_help(struct queue *queue, unsigned tag)
 {
     struct request *request = &queue->requests[tag];
-    *request = (struct request){{NULL, flush_job}, queue, tag, result};
-    queue->offloaded++;
+    *request = (struct request){{NULL, help}, queue, tag, 0};
+    queue->helped++;
+    /* A layer that answers late, or not at all, must not take all workers. Flushes never wait behind it. */
+    if (moves_data(queue, tag) && queue->moving >= MOST_HELP) {
+        *queue->backlog.last = &request->job;
+        queue->backlog.last = &request->job.next;
+        return;
+    }
+    queue->moving += moves_data(queue, tag);
     workers_give(queue->options.workers, &request->job);
 }
 
-static void commit_flushed(struct queue *queue)
+static void take_from_backlog(struct queue *queue)
+{
+    struct job *job = queue->backlog.first;
+    if (!job || queue->moving >= MOST_HELP)
+        return;
+    if (!(queue->backlog.first = job->next))
+        queue->backlog.last = &queue->backlog.first;
+    queue->moving++;
+    workers_give(queue->options.workers, job);
+}
+
+static void commit_helped(struct queue *queue)
 {
     pthread_mutex_lock(&queue->lock);
     struct job *job = queue->done;
@@ -194,38 +255,44 @@ static void commit_flushed(struct queue *queue)
     while (job) {
         struct request *request = (struct request *)job;
         job = job->next;
-        queue->offloaded--;
+        queue->helped--;
+        queue->moving -= moves_data(queue, request->tag);
         commit(queue, request->tag, request->result);
+        take_from_backlog(queue);
     }
 }
 
-static void serve_request(struct queue *queue, unsigned tag)
+/* Whether this thread should not do it itself: it would wait. `more`: other requests would wait, too. */
+static bool needs_help(struct queue *queue, unsigned tag, bool more)
 {
     const struct ublk_io_desc *descriptor = &queue->descriptors[tag];
-    struct block_device *image = *queue->options.image;
-    uint64_t offset = descriptor->start_sector * SECTOR, length = (uint64_t)descriptor->sectors * SECTOR;
-    unsigned op = descriptor->op_flags & UBLK_OP_MASK;
-    int result = -EOPNOTSUPP;
-    if (op == UBLK_FLUSH) {
-        flush_then_commit(queue, tag, 0);
-        return;
+    switch (op_of(descriptor)) {
+    case UBLK_READ:
+        return queue->cold && more;
+    case UBLK_WRITE:
+        return descriptor->op_flags & UBLK_OP_FUA || length_of(descriptor) >= LONG_WRITE;
+    case UBLK_FLUSH:
+        return true;
     }
-    if ((op == UBLK_READ || op == UBLK_WRITE) && length > LARGEST)
-        result = -EINVAL;
-    else if (op == UBLK_READ)
-        result = read_request(queue, tag, length, offset);
-    else if (op == UBLK_WRITE)
-        result = write_request(queue, tag, length, offset);
-    else if (op == UBLK_DISCARD || op == UBLK_WRITE_ZEROES)
-        result = image->discard(image, offset, length);
-    if (op <= UBLK_WRITE) {
-        queue->finished += length;
+    return descriptor->op_flags & UBLK_OP_FUA;
+}
+
+static void serve_request(struct queue *queue, unsigned tag, bool more)
+{
+    const struct ublk_io_desc *descriptor = &queue->descriptors[tag];
+    uint64_t length = length_of(descriptor);
+    bool read = op_of(descriptor) == UBLK_READ && length <= LARGEST;
+    if (needs_help(queue, tag, more)) {
+        ask_for_help(queue, tag);
+    } else if (!read) {
+        commit(queue, tag, perform(queue, tag, queue->buffer));
         queue->used |= length > KEPT;
+    } else if (read_lent(queue, tag, length, offset_of(descriptor))) {
+        commit(queue, tag, (int)length);
+        queue->finished += length;
+    } else {
+        ask_for_help(queue, tag); /* compressed, remote, or damaged: it takes long */
     }
-    if (result >= 0 && descriptor->op_flags & UBLK_OP_FUA)
-        flush_then_commit(queue, tag, result);
-    else
-        commit(queue, tag, result);
 }
 
 /* A large request leaves its buffer in memory, too much for thousands of idle devices. */
@@ -236,21 +303,21 @@ static void look_if_idle(struct queue *queue)
         queue->used = false;
         arm_idle(queue);
     } else {
-        madvise(queue->buffers, queue->buffers_length, MADV_DONTNEED);
+        madvise(queue->buffer, LARGEST, MADV_DONTNEED);
     }
 }
 
-static void handle(struct queue *queue, const struct io_uring_cqe *cqe)
+static void handle(struct queue *queue, const struct io_uring_cqe *cqe, bool more)
 {
     if (cqe->user_data == WAKE) {
         arm_wake(queue);
-        commit_flushed(queue);
+        commit_helped(queue);
     } else if (cqe->user_data == IDLE) {
         look_if_idle(queue);
     } else {
         queue->fetched--;
         if (cqe->res == 0) /* else the device has been stopped (-ENODEV) and the tag is not ours any more */
-            serve_request(queue, (unsigned)cqe->user_data);
+            serve_request(queue, (unsigned)cqe->user_data, more);
         if (queue->finished >= EARLY) {
             io_uring_submit(&queue->ring);
             queue->finished = 0;
@@ -258,22 +325,40 @@ static void handle(struct queue *queue, const struct io_uring_cqe *cqe)
     }
 }
 
-static void serve(struct queue *queue)
+/* How often this thread has waited for something. */
+static long waits(void)
+{
+    struct rusage usage;
+    return getrusage(RUSAGE_THREAD, &usage) ? 0 : usage.ru_nvcsw;
+}
+
+static void handle_all(struct queue *queue)
 {
     struct io_uring_cqe *cqe;
-    while (queue->fetched || queue->offloaded) {
-        unsigned head, seen = 0;
+    unsigned head, seen = 0, ready = io_uring_cq_ready(&queue->ring);
+    bool several = ready > 1;
+    long before = several ? waits() : 0;
+    queue->finished = 0;
+    io_uring_for_each_cqe(&queue->ring, head, cqe) {
+        handle(queue, cqe, several);
+        seen++;
+    }
+    io_uring_cq_advance(&queue->ring, seen);
+    if (several && waits() != before)
+        queue->cold = COLD_BATCHES;
+    else if (queue->cold)
+        queue->cold--;
+    if (queue->used && !queue->timing)
+        arm_idle(queue);
+}
+
+static void serve(struct queue *queue)
+{
+    while (queue->fetched || queue->helped) {
         int rc = io_uring_submit_and_wait(&queue->ring, 1);
         if (rc < 0 && rc != -EINTR && rc != -EBUSY && rc != -EAGAIN)
             return; /* the ring is gone: so is the device */
-        queue->finished = 0;
-        io_uring_for_each_cqe(&queue->ring, head, cqe) {
-            handle(queue, cqe);
-            seen++;
-        }
-        io_uring_cq_advance(&queue->ring, seen);
-        if (queue->used && !queue->timing)
-            arm_idle(queue);
+        handle_all(queue);
     }
 }
 
@@ -326,8 +411,8 @@ static void free_queue(struct queue *queue)
 {
     if (queue->descriptors)
         munmap((void *)queue->descriptors, queue->descriptors_length);
-    if (queue->buffers)
-        munmap(queue->buffers, queue->buffers_length);
+    if (queue->buffer)
+        munmap(queue->buffer, LARGEST);
     if (queue->wake_fd >= 0)
         close(queue->wake_fd);
     pthread_cond_destroy(&queue->changed);
@@ -344,11 +429,8 @@ static int map_memory(struct queue *queue)
     if (mapped == MAP_FAILED)
         return -errno;
     queue->descriptors = mapped;
-    queue->buffers_length = (size_t)STRIDE * (options->user_copy ? 1 : options->depth);
-    mapped = mmap(NULL, queue->buffers_length, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (mapped == MAP_FAILED)
-        return -errno;
-    queue->buffers = mapped;
+    if (!(queue->buffer = thread_buffer_map()))
+        return -ENOMEM;
     queue->wake_fd = eventfd(0, EFD_CLOEXEC);
     return queue->wake_fd < 0 ? -errno : 0;
 }
@@ -360,6 +442,7 @@ int queue_start(const struct queue_options *options, struct queue **out)
         return -ENOMEM;
     queue->options = *options;
     queue->wake_fd = -1;
+    queue->backlog.last = &queue->backlog.first;
     pthread_mutex_init(&queue->lock, NULL);
     pthread_cond_init(&queue->changed, NULL);
     int rc = map_memory(queue);

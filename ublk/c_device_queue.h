@@ -2,19 +2,14 @@
 #ifndef AENV_DEVICE_QUEUE_H
 #define AENV_DEVICE_QUEUE_H
 
-#include <stdbool.h>
-
 #include "block.h"
 #include "c_device_workers.h"
-
-#define LARGEST (1u << 20) /* bytes of one request */
 
 struct queue;
 
 struct queue_options {
     int fd; /* of the character device; stays the caller's */
     unsigned number, depth;
-    bool user_copy;
     struct block_device *const *image; /* read when a request comes: a prepared device has none yet */
     struct workers *workers;
 };

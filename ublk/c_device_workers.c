@@ -4,13 +4,17 @@
 #include <errno.h>
 #include <pthread.h>
 #include <signal.h>
+#include <stdbool.h>
 #include <stdlib.h>
+#include <sys/mman.h>
 #include <sys/prctl.h>
+#include <time.h>
 
 #ifndef PR_SET_IO_FLUSHER
 #define PR_SET_IO_FLUSHER 57
 #endif
 
+#define IDLE_SECONDS 1
 #define STACK (256u << 10) /* bytes; what is not touched takes no memory */
 
 struct workers {
@@ -59,12 +63,27 @@ int thread_start(void *(*body)(void *), void *argument, unsigned long *thread)
     return -rc;
 }
 
-static struct job *take(struct workers *workers)
+char *thread_buffer_map(void)
 {
+    void *mapped = mmap(NULL, LARGEST, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    return mapped == MAP_FAILED ? NULL : mapped;
+}
+
+/* The next job; NULL at the end. A worker that finds none for a while gives its buffer's memory back. */
+static struct job *take(struct workers *workers, char *buffer)
+{
+    struct timespec until;
+    bool used = true;
+    clock_gettime(CLOCK_REALTIME, &until);
+    until.tv_sec += IDLE_SECONDS;
     pthread_mutex_lock(&workers->lock);
     workers->idle++;
-    while (!workers->first && !workers->ending)
-        pthread_cond_wait(&workers->wanted, &workers->lock);
+    while (!workers->first && !workers->ending) {
+        if (!used)
+            pthread_cond_wait(&workers->wanted, &workers->lock);
+        else if (pthread_cond_timedwait(&workers->wanted, &workers->lock, &until))
+            used = madvise(buffer, LARGEST, MADV_DONTNEED);
+    }
     workers->idle--;
     struct job *job = workers->first;
     if (job && !(workers->first = job->next))
@@ -76,9 +95,12 @@ static struct job *take(struct workers *workers)
 
 static void *work(void *opaque)
 {
+    char *buffer = thread_buffer_map();
     struct job *job;
-    while ((job = take(opaque)))
-        job->run(job);
+    while (buffer && (job = take(opaque, buffer)))
+        job->run(job, buffer);
+    if (buffer)
+        munmap(buffer, LARGEST);
     return NULL;
 }
 

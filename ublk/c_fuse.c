@@ -214,6 +214,44 @@ static void op_release(fuse_req_t req, fuse_ino_t ino, struct fuse_file_info *in
 
 /* --- input and output ------------------------------------------------------------------------------------------ */
 
+/* A read that waits for a remote layer. The file stays: it is open as long as one of its reads is not answered. */
+struct slow_read {
+    fuse_req_t req;
+    struct block_device *device;
+    size_t head, length, whole;
+    uint64_t at;
+};
+
+static void read_slowly(void *argument)
+{
+    struct slow_read slow = *(struct slow_read *)argument;
+    void *buffer;
+    free(argument);
+    if (posix_memalign(&buffer, 4096, slow.whole)) {
+        fuse_reply_err(slow.req, ENOMEM);
+        return;
+    }
+    int rc = slow.device->read(slow.device, buffer, slow.whole, slow.at - slow.head);
+    if (rc)
+        fuse_reply_err(slow.req, -rc);
+    else
+        fuse_reply_buf(slow.req, (char *)buffer + slow.head, slow.length);
+    free(buffer);
+}
+
+/* False: this thread must wait. */
+static bool park_read(struct slow_read read)
+{
+    struct slow_read *slow = malloc(sizeof *slow);
+    if (!slow)
+        return false;
+    *slow = read;
+    if (request_park(front_of(read.req)->connection, read_slowly, slow))
+        return true;
+    free(slow);
+    return false;
+}
+
 static void op_read(fuse_req_t req, fuse_ino_t ino, size_t length, off_t offset, struct fuse_file_info *info)
 {
     struct file *file = file_of(req, ino);
@@ -233,7 +271,12 @@ static void op_read(fuse_req_t req, fuse_ino_t ino, size_t length, off_t offset,
     }
     length = length < size - at ? length : size - at;
     size_t head = at % SECTOR, whole = (head + length + SECTOR - 1) / SECTOR * SECTOR;
-    int rc = device->read(device, buffer, whole, at - head);
+    int rc = device->read_now(device, buffer, whole, at - head);
+    if (rc == -EAGAIN) {
+        if (park_read((struct slow_read){req, device, head, length, whole, at}))
+            return;
+        rc = device->read(device, buffer, whole, at - head);
+    }
     if (rc)
         fuse_reply_err(req, -rc);
     else

@@ -23,6 +23,8 @@
 #define CLONES 8u /* descriptors the workers read from: each has a lock and a list of unanswered requests of its own */
 #define WORKERS_MOST 32u
 #define WORKERS_IDLE 8u
+#define PARKED_MOST 512u /* requests that wait for the network */
+#define PARKED_STACK (256u << 10) /* bytes */
 #define HEADER_ROOM 4096u /* in front of a request's data */
 #define REQUEST_ROOM (REQUEST_LARGEST + HEADER_ROOM)
 /* An answer may lie over its own request, which is no longer needed then, and be a little longer than asked for. */
@@ -49,7 +51,7 @@ struct connection {
     bool resumed;
     pthread_mutex_t lock; /* the counters */
     pthread_cond_t ended;
-    unsigned workers, idle, started;
+    unsigned workers, idle, started, parked;
     bool stopping;
 };
 
@@ -332,22 +334,71 @@ static void *work(void *opaque)
     return NULL;
 }
 
-/* With `lock` held. */
-static int start_worker(struct connection *connection)
+/* `stack`: bytes, 0 for the usual ones. */
+static int start_thread(void *(*body)(void *), void *argument, size_t stack)
 {
     pthread_attr_t attributes;
     pthread_t thread;
     sigset_t all, before;
     pthread_attr_init(&attributes);
     pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
+    if (stack)
+        pthread_attr_setstacksize(&attributes, stack);
     sigfillset(&all); /* signals are for the thread that runs Python */
     pthread_sigmask(SIG_SETMASK, &all, &before);
-    int rc = pthread_create(&thread, &attributes, work, connection);
+    int rc = pthread_create(&thread, &attributes, body, argument);
     pthread_sigmask(SIG_SETMASK, &before, NULL);
     pthread_attr_destroy(&attributes);
+    return -rc;
+}
+
+/* With `lock` held. */
+static int start_worker(struct connection *connection)
+{
+    int rc = start_thread(work, connection, 0);
     if (!rc)
         connection->workers++, connection->idle++;
-    return -rc;
+    return rc;
+}
+
+struct parked {
+    struct connection *connection;
+    int device;
+    void (*body)(void *argument);
+    void *argument;
+};
+
+static void *run_parked(void *opaque)
+{
+    struct parked parked = *(struct parked *)opaque;
+    free(opaque);
+    prctl(PR_SET_IO_FLUSHER, 1, 0, 0, 0);
+    current.device = parked.device;
+    parked.body(parked.argument);
+    pthread_mutex_lock(&parked.connection->lock);
+    if (--parked.connection->parked == 0)
+        pthread_cond_broadcast(&parked.connection->ended);
+    pthread_mutex_unlock(&parked.connection->lock);
+    return NULL;
+}
+
+bool request_park(struct connection *connection, void (*body)(void *argument), void *argument)
+{
+    struct parked *parked = malloc(sizeof *parked);
+    if (!parked)
+        return false;
+    *parked = (struct parked){connection, current.device, body, argument};
+    pthread_mutex_lock(&connection->lock);
+    bool room = connection->parked < PARKED_MOST;
+    connection->parked += room;
+    pthread_mutex_unlock(&connection->lock);
+    if (room && start_thread(run_parked, parked, PARKED_STACK) == 0)
+        return true;
+    pthread_mutex_lock(&connection->lock);
+    connection->parked -= room;
+    pthread_mutex_unlock(&connection->lock);
+    free(parked);
+    return false;
 }
 
 /* Puts all that was read and not answered back into the queue, whichever descriptor it was read from. */
@@ -380,7 +431,7 @@ void connection_stop(struct connection *connection)
     umount2(connection->directory, MNT_FORCE); /* wakes the readers with ENODEV, even if it fails: files are open */
     umount2(connection->directory, MNT_DETACH);
     pthread_mutex_lock(&connection->lock);
-    while (connection->workers)
+    while (connection->workers || connection->parked)
         pthread_cond_wait(&connection->ended, &connection->lock);
     pthread_mutex_unlock(&connection->lock);
     connection->record->magic = 0;

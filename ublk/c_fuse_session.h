@@ -38,6 +38,9 @@ unsigned connection_descriptors(const struct connection *connection, int *out, u
 /* Of the request that the calling thread works on. */
 uint64_t request_number(void); /* the same when the kernel sends it again */
 bool request_is_resent(void);
+/* Goes on with `body` in a thread of its own, which may wait for long; the request is answered there, without
+ * `request_buffer`. False: too many wait already. */
+bool request_park(struct connection *connection, void (*body)(void *argument), void *argument);
 char *request_buffer(void); /* for an answer: REQUEST_LARGEST and 1024 bytes, page-aligned. Lies over the request's data */
 
 #endif

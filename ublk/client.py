@@ -13,6 +13,7 @@ import msgspec
 
 from aenv.errors import AenvError, InvalidInputError, UnavailableError
 from ublk import protocol
+from ublk.ranges import RemoteSpec
 
 
 class BlockClient:
@@ -125,7 +126,7 @@ class BlockClient:
     async def open(
         self,
         image: str,
-        layers: Sequence[Path] = (),
+        layers: Sequence[Path | RemoteSpec] = (),
         *,
         data: Path | None = None,
         index: Path | None = None,
@@ -133,21 +134,32 @@ class BlockClient:
         uid: int = 0,
         gid: int = 0,
         mode: int = 0o600,
+        prefetch: Path | None = None,
+        record: int = 0,
+        front_end: str = "auto",
     ) -> dict[str, Any]:
         """Gives the description of the image; `path` is the file to use."""
         request = protocol.Open(
             self.new_id(),
             image,
-            [str(layer) for layer in layers],
+            [layer if isinstance(layer, RemoteSpec) else str(layer) for layer in layers],
             None if data is None else str(data),
             None if index is None else str(index),
             cached,
             uid,
             gid,
             mode,
+            None if prefetch is None else str(prefetch),
+            record,
+            front_end,
         )
         reply: dict[str, Any] = await self.call(request)
         return reply
+
+    async def trace(self, image: str, path: Path) -> int:
+        """Gives the number of chunks that were recorded."""
+        reply = await self.call(protocol.Trace(self.new_id(), image, str(path)))
+        return int(reply["chunks"])
 
     async def close_image(self, image: str) -> None:
         await self.call(protocol.Close(self.new_id(), image))

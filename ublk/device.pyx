@@ -11,12 +11,15 @@ from typing import NamedTuple
 from aenv.errors import ConflictError, InvalidInputError, NotFoundError, UnavailableError
 
 
+cdef extern from "c_device_uapi.h":
+    uint64_t UBLK_F_UPDATE_SIZE
+
+
 cdef extern from "c_device.h" nogil:
     struct ublk_front
     struct ublk_device
     struct ublk_options:
         unsigned queues, depth
-        bint user_copy
         uint64_t owner
     struct ublk_found:
         uint32_t number
@@ -119,12 +122,12 @@ cdef class Control:
     cdef readonly unsigned queues
     cdef readonly unsigned depth
 
-    def __cinit__(self, uint64_t owner, *, unsigned queues, unsigned depth, bint user_copy=True):
+    def __cinit__(self, uint64_t owner, *, unsigned queues, unsigned depth):
         if not 1 <= queues <= 64:
             raise InvalidInputError("queues", f"{queues} is not in 1..64")
         if not 1 <= depth <= 1024:
             raise InvalidInputError("depth", f"{depth} is not in 1..1024")
-        cdef ublk_options options = ublk_options(queues, depth, user_copy, owner)
+        cdef ublk_options options = ublk_options(queues, depth, owner)
         cdef int rc
         with nogil:
             rc = ublk_front_open(&options, &self._front)
@@ -146,6 +149,11 @@ cdef class Control:
     def features(self):
         """The kernel's UBLK_F_… bits."""
         return ublk_front_features(self._front)
+
+    @property
+    def can_resize(self):
+        """Whether devices in use can change their size (Linux 6.16)."""
+        return bool(self.features & UBLK_F_UPDATE_SIZE)
 
     def prepare(self):
         """A device without an image: `start` of it is faster than making one."""

@@ -9,6 +9,7 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,22 +19,23 @@ import msgspec
 
 from aenv._native.lsmt import Image, Layer, Sealing, Stack, create_writable
 from aenv.errors import AenvError, ConflictError, InvalidInputError, NotFoundError, UnavailableError
-from ublk.fuse import Mount
+from ublk.front import FrontEnd, FuseFront, UblkFront
+from ublk.ranges import RemoteSpec
+from ublk.ranges import absolute_path as absolute
+from ublk.remote import RemoteLayer, RemoteLayers, TraceRecording, cache_name, prefetch
 from ublk.state import ImageState, SealState, StateFolder
+from ublk.trace import MOST_ENTRIES, Trace
 
 log = logging.getLogger("aenv.blockd")
 
-# A layer is known by device and inode: a stack holds its files open, so the numbers stay its own.
+OPENERS = 32  # threads that open remote layers
+
+# A layer is known by device and inode: a stack holds its files open, so the numbers stay its own. A remote one is known
+# by its digest.
 FileId = tuple[int, int]
-StackKey = tuple[FileId, ...]
+StackKey = tuple[FileId | str, ...]
+AnyLayer = Path | RemoteLayer
 StateT = TypeVar("StateT", ImageState, SealState)
-
-
-def absolute(name: str, path: str) -> Path:
-    """Raises InvalidInputError naming the argument."""
-    if not path.startswith("/") or "\0" in path:
-        raise InvalidInputError(name, f"{path!r} is not an absolute path")
-    return Path(path)
 
 
 def file_id(path: Path) -> FileId:
@@ -44,6 +46,10 @@ def file_id(path: Path) -> FileId:
     return status.st_dev, status.st_ino
 
 
+def layer_id(layer: AnyLayer) -> FileId | str:
+    return cache_name(layer.spec.digest) if isinstance(layer, RemoteLayer) else file_id(layer)
+
+
 def _save(save: Callable[[StateT], None], state: StateT) -> None:
     """Raises UnavailableError if the state of the server cannot be written."""
     try:
@@ -52,12 +58,14 @@ def _save(save: Callable[[StateT], None], state: StateT) -> None:
         raise UnavailableError(f"the server's state cannot be written: {error.strerror}") from error
 
 
-def _open_layer(path: Path, index: Path | None) -> Layer:
-    """`index`: it may be sealed or not, a dead server was about to do it."""
-    if index is not None:
+def _open_layer(layer: AnyLayer, seals: dict[Path, Path]) -> Layer:
+    """`seals`: those may be sealed or not, a dead server was about to do it."""
+    if isinstance(layer, RemoteLayer):
+        return Layer(layer.remote)
+    if layer in seals:
         with contextlib.suppress(AenvError):
-            return Layer(path, index)
-    return Layer(path)
+            return Layer(layer, seals[layer])
+    return Layer(layer)
 
 
 def _log_failure(task: asyncio.Task[None]) -> None:
@@ -73,15 +81,24 @@ class Served:
     image: Image
     stack: Stack | None  # keeps the shared stack alive
     key: StackKey
+    remote: list[RemoteLayer]  # keeps their sources alive
+    recording: TraceRecording | None
+    front: FrontEnd
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while it is restacked, resized or closed
 
 
 class Images:
     """All methods run in the event loop; what blocks is done in threads, without the GIL."""
 
-    def __init__(self, mount: Mount, states: StateFolder) -> None:
-        self._mount = mount
+    def __init__(
+        self, fuse: FuseFront, ublk: UblkFront | None, states: StateFolder, remote: RemoteLayers | None = None
+    ) -> None:
+        self._fuse = fuse
+        self._ublk = ublk
         self._states = states
+        self._remote = remote
+        # A source that hangs may hold up the opening of remote layers, but nothing else that is done in threads.
+        self._openers = ThreadPoolExecutor(OPENERS, thread_name_prefix="open remote")
         self._served: dict[str, Served] = {}
         self._opening: set[str] = set()
         self._stacks: WeakValueDictionary[StackKey, Stack] = WeakValueDictionary()
@@ -92,19 +109,24 @@ class Images:
     async def recover(self) -> None:
         """Open what a dead server had open. What fails is logged, and told to all who ask for it."""
         images = self._states.images()
+        if self._ublk is not None:
+            await self._ublk.prepare(images)
         seals = self._seals({state.data for state in images})
-        for state in images:
-            try:
-                await self._serve(state, seals)
-            except AenvError as error:
-                log.error("image %s cannot be opened again: %s", state.image, error)
-                self._lost[state.image] = UnavailableError(
-                    f"image {state.image}: could not be opened again: {error}", hint=error.hint
-                )
+        # At once: one of a source that does not answer must not keep the others from their users.
+        await asyncio.gather(*(self._recover_one(state, seals) for state in images))
         for data, index in seals.items():
             self._start_sealing(data, asyncio.to_thread(self._seal_now, data, index))
         if images:
             log.info("opened %d of %d images again", len(self._served), len(images))
+
+    async def _recover_one(self, state: ImageState, seals: dict[Path, Path]) -> None:
+        try:
+            await self._serve(state, seals)
+        except AenvError as error:
+            log.error("image %s cannot be opened again: %s", state.image, error)
+            self._lost[state.image] = UnavailableError(
+                f"image {state.image}: could not be opened again: {error}", hint=error.hint
+            )
 
     def _seals(self, uppers: set[str | None]) -> dict[Path, Path]:
         """The layers that a dead server had to seal, with their index files."""
@@ -129,13 +151,16 @@ class Images:
     async def open(
         self,
         name: str,
-        layers: list[str],
+        layers: list[str | RemoteSpec],
         data: str | None,
         index: str | None,
         *,
         cached: bool,
         owner: tuple[int, int],
         mode: int,
+        prefetch_path: str | None = None,
+        record: int = 0,
+        front_end: str = "auto",
     ) -> dict[str, Any]:
         if name in self._served or name in self._opening:
             raise ConflictError(f"image {name}: is open already")
@@ -145,68 +170,131 @@ class Images:
             if not 0 <= number < 1 << 32:
                 raise InvalidInputError("uid", f"{number}")
         for layer in layers:
-            absolute("layers", layer)
+            if isinstance(layer, str):
+                absolute("layers", layer)
+        if not 0 <= record <= MOST_ENTRIES:
+            raise InvalidInputError("record", f"{record} chunks")
+        trace = None
+        if prefetch_path is not None:
+            trace = await asyncio.to_thread(Trace.load, absolute("prefetch", prefetch_path))
         for what, path in (("data", data), ("index", index)):
             if path is not None:
                 absolute(what, path)
         state = ImageState(
             image=name, layers=layers, data=data, index=index, cached=cached, uid=owner[0], gid=owner[1],
-            mode=mode & 0o777, made_at=time.time_ns(),
+            mode=mode & 0o777, made_at=time.time_ns(), front_end=self._choose(front_end, cached, data is not None),
         )  # fmt: skip
         self._opening.add(name)
         try:
-            return self.describe(await self._serve(state, {}))
+            return self._describe(await self._serve(state, {}, trace, record), 0)
         finally:
             self._opening.discard(name)
 
-    async def _serve(self, state: ImageState, seals: dict[Path, Path]) -> Served:
+    async def _serve(
+        self, state: ImageState, seals: dict[Path, Path], trace: Trace | None = None, record: int = 0
+    ) -> Served:
         """`seals`: layers that are not sealed yet, with their index files."""
-        paths = [Path(layer) for layer in state.layers]
+        layers = await self._attach(state.layers)
+        remote = [layer for layer in layers if isinstance(layer, RemoteLayer)]
+        recording = TraceRecording(remote, record) if record and remote else None
+        if trace is not None:
+            prefetch(trace, remote)
+        opened = await self._open_remote(layers)
         top = [Path(path) for path in (state.data, state.index) if path is not None]
         async with self._stack_lock:
-            key, stack = await self._open_stack(paths, seals) if paths else ((), None)
+            key, stack = await self._open_stack(layers, opened, seals) if layers else ((), None)
         image = await asyncio.to_thread(Image, stack, *top, direct=state.cached)
         try:
-            state.ino = self._mount.add(
-                state.image, image, cached=state.cached, uid=state.uid, gid=state.gid, mode=state.mode,
-                ino=state.ino, made_at=state.made_at,
-            )  # fmt: skip
+            front = self._front(state)
+            await front.add(state, image)
             try:
                 _save(self._states.save_image, state)
             except BaseException:
-                await asyncio.to_thread(self._mount.remove, state.image)
+                await front.remove(state.image)
                 raise
         except BaseException:
             image.close()
             raise
         self._lost.pop(state.image, None)
-        served = self._served[state.image] = Served(state, image, stack, key)
+        served = self._served[state.image] = Served(state, image, stack, key, remote, recording, front)
         return served
 
-    async def _open_stack(self, paths: list[Path], seals: dict[Path, Path]) -> tuple[StackKey, Stack]:
-        """The stack of these layers, sharing the index of the longest known lower part."""
-        if len(paths) > 255:
-            raise InvalidInputError("layers", f"{len(paths)} layers; a stack has at most 255")
-        key = tuple(file_id(path) for path in paths)
-        known = len(paths)
+    @property
+    def front_ends(self) -> list[str]:
+        return ["fuse"] if self._ublk is None else ["fuse", "ublk"]
+
+    def _choose(self, wanted: str, cached: bool, writable: bool) -> str:
+        if wanted == "auto":
+            return "ublk" if self._ublk is not None and writable else "fuse"
+        if wanted not in ("fuse", "ublk"):
+            raise InvalidInputError("front_end", f"{wanted!r} is none of auto, fuse, ublk")
+        if wanted == "ublk" and cached:
+            raise InvalidInputError("front_end", "a cached image is a file: it is served by fuse")
+        if wanted == "ublk" and self._ublk is None:
+            raise UnavailableError("front_end: this host has no ublk", hint="see the log of aenv-blockd")
+        return wanted
+
+    def _front(self, state: ImageState) -> FrontEnd:
+        if state.front_end != "ublk":
+            return self._fuse
+        if self._ublk is None:
+            raise UnavailableError("this host has no ublk (any more)", hint="see the log of aenv-blockd")
+        return self._ublk
+
+    async def _attach(self, specs: list[str | RemoteSpec]) -> list[AnyLayer]:
+        if len(specs) > 255:
+            raise InvalidInputError("layers", f"{len(specs)} layers; a stack has at most 255")
+        remote = self._remote
+        if remote is None and not all(isinstance(spec, str) for spec in specs):
+            raise UnavailableError("this server has no cache for remote layers", hint="start it with --cache")
+
+        def attach() -> list[AnyLayer]:
+            return [Path(spec) if isinstance(spec, str) else remote.attach(spec) for spec in specs]  # type: ignore[union-attr]
+
+        return await asyncio.get_running_loop().run_in_executor(self._openers, attach)
+
+    def _known(self, key: StackKey) -> int:
+        """How many layers from the lowest on are a stack already."""
+        known = len(key)
         while known and key[:known] not in self._stacks:
             known -= 1
+        return known
+
+    async def _open_remote(self, layers: list[AnyLayer]) -> dict[AnyLayer, Layer]:
+        """Not under the lock of the stacks: it may take as long as a source lets us wait."""
+        if not any(isinstance(layer, RemoteLayer) for layer in layers):
+            return {}
+        known = self._known(tuple(layer_id(layer) for layer in layers))
+        missing = [layer for layer in layers[known:] if isinstance(layer, RemoteLayer)]
+        if not missing or self._remote is None:
+            return {}
+        found = await asyncio.get_running_loop().run_in_executor(self._openers, self._remote.open, missing)
+        return dict(zip(missing, found, strict=True))
+
+    async def _open_stack(
+        self, layers: list[AnyLayer], opened: dict[AnyLayer, Layer], seals: dict[Path, Path]
+    ) -> tuple[StackKey, Stack]:
+        """The stack of these layers, sharing the index of the longest known lower part."""
+        key = tuple(layer_id(layer) for layer in layers)
+        known = self._known(key)
         stack = self._stacks.get(key[:known])
-        for path in paths[known:]:
-            if path in self._sealing:
-                await self._sealing[path]
-        if known < len(paths):
-            stack = await asyncio.to_thread(self._extend, stack, paths[known:], seals)
+        for layer in layers[known:]:
+            if layer in self._sealing:
+                await self._sealing[layer]
+        if known < len(layers):
+            stack = await asyncio.to_thread(self._extend, stack, layers[known:], opened, seals)
             self._stacks[key] = stack
         assert stack is not None
         return key, stack
 
     @staticmethod
-    def _extend(stack: Stack | None, paths: list[Path], seals: dict[Path, Path]) -> Stack:
-        layers = [_open_layer(path, seals.get(path)) for path in paths]
+    def _extend(
+        stack: Stack | None, layers: list[AnyLayer], opened: dict[AnyLayer, Layer], seals: dict[Path, Path]
+    ) -> Stack:
+        found = [opened.get(layer) or _open_layer(layer, seals) for layer in layers]
         if stack is None:
-            return Stack(layers)
-        for layer in layers:
+            return Stack(found)
+        for layer in found:
             stack = stack.push(layer)
         return stack
 
@@ -226,7 +314,7 @@ class Images:
         async with served.lock:
             self.find(name)
             await asyncio.to_thread(served.image.flush)
-            await asyncio.to_thread(self._mount.remove, name)
+            await served.front.remove(name)
             self._states.remove_image(name)
             del self._served[name]
             served.image.close()
@@ -243,8 +331,9 @@ class Images:
             raise InvalidInputError("size", f"{size} bytes")
         async with served.lock:
             self.find(name)
+            served.front.check_resize()
             await asyncio.to_thread(served.image.resize, size)
-            await asyncio.to_thread(self._mount.resized, name)
+            await served.front.resized(name)
 
     async def restack(self, name: str, data: str, index: str, uuid_text: str | None) -> str:
         """Gives the path of the layer that was sealed; it is made durable in the background."""
@@ -317,24 +406,29 @@ class Images:
             return
         sealing.finish()
 
-    def describe(self, served: Served) -> dict[str, Any]:
+    def _describe(self, served: Served, opens: int) -> dict[str, Any]:
         image, state = served.image, served.state
         recovery = image.recovery
         return {
             "image": state.image,
-            "path": os.path.join(self._mount.directory, state.image),
+            "path": served.front.path(state.image),
+            "front_end": state.front_end,
             "size": image.size,
             "read_only": image.read_only,
             "cached": state.cached,
             "layers": state.layers,
             "data": image.data_path,
             "index": image.index_path,
-            "opens": self._mount.opens(state.image),
+            "opens": opens,
             "recovery": recovery._asdict() if recovery is not None else None,
         }
 
-    def describe_all(self) -> list[dict[str, Any]]:
-        return [self.describe(self._served[name]) for name in sorted(self._served)]
+    async def _opens(self) -> dict[str, int]:
+        return await self._fuse.opens() | (await self._ublk.opens() if self._ublk is not None else {})
+
+    async def describe_all(self) -> list[dict[str, Any]]:
+        opens = await self._opens()
+        return [self._describe(self._served[name], opens[name]) for name in sorted(self._served) if name in opens]
 
     def stats(self, name: str) -> dict[str, Any]:
         served = self.find(name)
@@ -344,10 +438,30 @@ class Images:
             "upper_segments": segments,
             "upper_bytes": data_bytes,
             "stack_segments": below,
+            # Of its remote layers, which other images may read, too.
+            "remote_layers": len(served.remote),
+            "cache_hits": sum(layer.remote.stats.hits for layer in served.remote),
+            "cache_misses": sum(layer.remote.stats.misses for layer in served.remote),
+            "fetched_bytes": sum(layer.remote.stats.fetched_bytes for layer in served.remote),
+            "failed_chunks": sum(layer.remote.stats.failed_chunks for layer in served.remote),
         }
 
-    def totals(self) -> dict[str, int]:
+    async def trace(self, name: str, path: str) -> int:
+        """Write what was recorded, and stop recording."""
+        served = self.find(name)
+        target = absolute("path", path)
+        async with served.lock:
+            self.find(name)
+            if served.recording is None:
+                raise ConflictError(f"image {name}: is not recorded", hint="open it with `record`")
+            trace = served.recording.trace()
+            await asyncio.to_thread(trace.save, target)
+            served.recording = None
+        return len(trace.entries)
+
+    def totals(self) -> dict[str, Any]:
         return {
+            "cache": None if self._remote is None else self._remote.stats,
             "images": len(self._served),
             "stacks": len(self._stacks),
             "segments": sum(stack.segment_count for stack in self._stacks.values()),
@@ -355,8 +469,8 @@ class Images:
             "lost": len(self._lost),
         }
 
-    def in_use(self) -> list[str]:
-        return [name for name in self._served if self._mount.opens(name)]
+    async def in_use(self) -> list[str]:
+        return [name for name, opens in (await self._opens()).items() if opens]
 
     async def shut(self) -> list[str]:
         """Flush, wait for what is being sealed, unmount, close. Gives the errors in words; all is tried."""
@@ -369,9 +483,14 @@ class Images:
                 await asyncio.to_thread(served.image.flush)
             except AenvError as error:
                 failures.append(f"image {served.state.image}: {error}")
-        await asyncio.to_thread(self._mount.close)
+        for front in (self._fuse, self._ublk):
+            if front is not None:
+                await front.close()
         for served in self._served.values():
             served.image.close()
         self._served.clear()
         self._states.clear()
+        if self._remote is not None:
+            await asyncio.to_thread(self._remote.close)
+        self._openers.shutdown(wait=False, cancel_futures=True)
         return failures

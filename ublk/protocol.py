@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from aenv import errors
+from ublk.ranges import RemoteSpec
 
 VERSION = 1
 MAX_FRAME = 1 << 20  # bytes
@@ -44,17 +45,33 @@ class Create(Request, tag="create"):
 class Open(Request, tag="open"):
     """Serve the layers (lowest first) and, with `data` and `index`, a writable layer on top, as file `image`.
 
-    `cached` images keep their pages in the page cache (memory images); they must be read-only.
+    A layer is a path, or a map `{source: {kind: "file"|"http"|"s3", …}, size, digest, chunks?}` of one that is read on
+    demand (`ublk.ranges` describes it). `cached` images keep their pages in the page cache (memory images); they must
+    be read-only. `front_end` is `fuse` (a file), `ublk` (a block device), or `auto`: ublk for writable images where the
+    kernel has it. `prefetch` is a file that `trace` wrote; `record`: so many first reads are recorded for `trace`.
     """
 
     image: str
-    layers: list[str] = []
+    layers: list[str | RemoteSpec] = []
     data: str | None = None
     index: str | None = None
     cached: bool = False
     uid: int = 0
     gid: int = 0
     mode: int = 0o600
+    prefetch: str | None = None
+    record: int = 0
+    front_end: str = "auto"
+
+
+class Trace(Request, tag="trace"):
+    """Stop recording, and write to `path` which chunks of the image's remote layers were read first.
+
+    Gives `{chunks}`. Reads of other images through the same layers count, too.
+    """
+
+    image: str
+    path: str
 
 
 class Close(Request, tag="close"):
@@ -108,7 +125,7 @@ class Shutdown(Request, tag="shutdown"):
     force: bool = False
 
 
-AnyRequest = Hello | Create | Open | Close | Restack | Seal | Flush | Stats | List | Resize | Shutdown
+AnyRequest = Hello | Create | Open | Trace | Close | Restack | Seal | Flush | Stats | List | Resize | Shutdown
 _decoder: msgspec.msgpack.Decoder[AnyRequest] = msgspec.msgpack.Decoder(AnyRequest)
 _encoder = msgspec.msgpack.Encoder()
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from aenv.errors import AenvError, ConflictError, InvalidInputError, UnavailableError
 from ublk import protocol
+from ublk.front import FuseFront, UblkOptions, open_ublk
 from ublk.fuse import Mount
 from ublk.images import Images
 from ublk.protocol import (
@@ -32,8 +33,10 @@ from ublk.protocol import (
     Seal,
     Shutdown,
     Stats,
+    Trace,
     frame,
 )  # fmt: skip
+from ublk.remote import RemoteLayers, RemoteOptions
 from ublk.state import StateFolder
 
 log = logging.getLogger("aenv.blockd")
@@ -45,15 +48,18 @@ class Server:
     """One block server: a socket, a mounted directory, and the images in it."""
 
     def __init__(
-        self, socket_path: Path, directory: Path, state: Path, *, kept: Sequence[int] = (), ready: int | None = None
-    ) -> None:
+        self, socket_path: Path, directory: Path, state: Path, *, kept: Sequence[int] = (), ready: int | None = None,
+        remote: RemoteOptions | None = None, ublk: UblkOptions = UblkOptions(),  # noqa: B008  # it is frozen
+    ) -> None:  # fmt: skip
         """`kept`: descriptors of the mount of a dead server, which somebody held. `ready` gets a byte when requests
-        are accepted. All are closed."""
+        are accepted. All are closed. `remote`: where chunks of remote layers are kept; None: there are none."""
         self._socket_path = socket_path
         self._directory = directory
         self._state = state
         self._kept = kept
         self._ready = ready
+        self._remote_options = remote
+        self._ublk_options = ublk
         self._stopping = asyncio.Event()
         self._connections: set[asyncio.Task[None]] = set()
 
@@ -61,12 +67,14 @@ class Server:
         """Serve until a `shutdown` request, SIGTERM or SIGINT. Raises ConflictError if another server runs."""
         lock = _lock(self._socket_path)
         try:
-            self._directory.mkdir(mode=0o711, parents=True, exist_ok=True)
+            self._make_directory()
             states = StateFolder(self._state)
+            remote = RemoteLayers(self._remote_options) if self._remote_options is not None else None
             self._mount = Mount(self._directory, states.fuse_record, self._kept)
             for fd in self._kept:
                 os.close(fd)
-            self._images = Images(self._mount, states)
+            ublk = open_ublk(self._state, self._ublk_options)
+            self._images = Images(FuseFront(self._mount), ublk, states, remote)
             await self._images.recover()
             self._mount.serve()
             loop = asyncio.get_running_loop()
@@ -85,6 +93,12 @@ class Server:
             self._socket_path.unlink(missing_ok=True)
             keep_path(self._socket_path).unlink(missing_ok=True)
             os.close(lock)
+
+    def _make_directory(self) -> None:
+        """Without a look at it: it may be the mount that waits for us to answer."""
+        self._directory.parent.mkdir(mode=0o711, parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(self._directory, 0o711)
 
     def _say_ready(self) -> None:
         log.info(
@@ -172,16 +186,19 @@ class Server:
         match request:
             case Hello():
                 return {
-                    "version": VERSION, "pid": os.getpid(), "front_ends": ["fuse"], "directory": str(self._directory),
-                    "connection": self._mount.connection_id,
+                    "version": VERSION, "pid": os.getpid(), "front_ends": images.front_ends,
+                    "directory": str(self._directory), "connection": self._mount.connection_id,
                 }  # fmt: skip
             case Create(data=data, index=index):
                 return {"uuid": await images.create(data, index, request.size, request.uuid, request.parent_uuid)}
             case Open(image=name):
                 return await images.open(
                     name, request.layers, request.data, request.index, cached=request.cached,
-                    owner=(request.uid, request.gid), mode=request.mode,
+                    owner=(request.uid, request.gid), mode=request.mode, prefetch_path=request.prefetch,
+                    record=request.record, front_end=request.front_end,
                 )  # fmt: skip
+            case Trace(image=name, path=path):
+                return {"chunks": await images.trace(name, path)}
             case Close(image=name):
                 return await images.close(name)
             case Restack(image=name):
@@ -198,9 +215,9 @@ class Server:
             case Stats(image=str(name)):
                 return images.stats(name)
             case List():
-                return images.describe_all()
+                return await images.describe_all()
             case Shutdown(force=force):
-                used = images.in_use()
+                used = await images.in_use()
                 if used and not force:
                     raise ConflictError(f"images are in use: {', '.join(sorted(used))}", hint="use force")
                 return None

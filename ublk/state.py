@@ -16,6 +16,8 @@ from typing import TypeVar
 
 import msgspec
 
+from ublk.ranges import RemoteSpec
+
 log = logging.getLogger("aenv.blockd")
 
 State = TypeVar("State", bound=msgspec.Struct)
@@ -26,7 +28,7 @@ class ImageState(msgspec.Struct, kw_only=True):
     """An image as `open` got it and as `restack` changed it. Unknown fields of a newer server are ignored."""
 
     image: str
-    layers: list[str]  # lowest first
+    layers: list[str | RemoteSpec]  # lowest first
     data: str | None  # the writable layer
     index: str | None
     cached: bool

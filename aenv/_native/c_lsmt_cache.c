@@ -287,6 +287,26 @@ static int renew(struct cache *cache, const char *name, uint64_t size, uint32_t 
     return 0;
 }
 
+/* Under `lock`. */
+static void attach(struct attachment *attachment, struct remote *remote)
+{
+    remote->refs++;
+    remote->attached++;
+    *attachment = (struct attachment){{attachment_read, attachment_close, remote->size}, remote};
+    cache_ref(remote->cache);
+}
+
+struct source *remote_again(struct remote *attached)
+{
+    struct attachment *attachment = calloc(1, sizeof *attachment);
+    if (!attachment)
+        return NULL;
+    pthread_mutex_lock(&attached->cache->lock);
+    attach(attachment, attached);
+    pthread_mutex_unlock(&attached->cache->lock);
+    return &attachment->source;
+}
+
 static bool name_fits(const char *name)
 {
     size_t length = strlen(name);
@@ -313,11 +333,9 @@ int cache_attach(struct cache *cache, const char *name, uint64_t size, uint32_t 
     if (!rc && !remote->refs && (rc = remote_open_files(remote)))
         fault_set(fault, -rc, "cache", "cannot open the files of a layer: %s", strerror(-rc));
     if (!rc) {
-        remote->refs++;
-        remote->attached++;
+        remote->epoch++;
         remote_move(remote, origin);
-        *attachment = (struct attachment){{attachment_read, attachment_close, size}, remote};
-        cache_ref(cache);
+        attach(attachment, remote);
     }
     pthread_mutex_unlock(&cache->lock);
     pthread_mutex_unlock(&cache->evicting);
@@ -361,6 +379,7 @@ void cache_get_stats(struct cache *cache, struct cache_stats *stats)
         .fetches = atomic_load(&cache->fetches), .fetched_chunks = atomic_load(&cache->fetched_chunks),
         .fetched_bytes = atomic_load(&cache->fetched_bytes), .prefetched_chunks = atomic_load(&cache->prefetched),
         .failed_chunks = atomic_load(&cache->failed), .expired = atomic_load(&cache->expired),
+        .stored_chunks = atomic_load(&cache->tick),
         .evicted_chunks = atomic_load(&cache->evicted_chunks), .evicted_bytes = atomic_load(&cache->evicted_bytes),
         .damaged_chunks = atomic_load(&cache->damaged), .not_stored = atomic_load(&cache->not_stored),
         .used_bytes = atomic_load(&cache->used), .limit = cache->options.limit, .waiting = cache->waiting,

@@ -213,7 +213,7 @@ static int wait_until_done(struct want *want)
     uint64_t until = monotonic_ns() + cache->options.wait_ms * NS_PER_MS;
     int rc = 0;
     cache->waiting++;
-    while (want->state < WANT_DONE && !rc)
+    while (want->state < WANT_DONE && !rc && !want->remote->origin->closed)
         rc = condition_wait(&want->done, &cache->lock, until);
     cache->waiting--;
     if (want->state >= WANT_DONE)
@@ -243,6 +243,8 @@ int want_read(struct remote *remote, uint64_t number, uint64_t last, char *buffe
         memcpy(buffer, fetch->buffer + ((number - fetch->first) << remote->shift) + offset, length);
     }
     pthread_mutex_lock(lock);
+    if (want->state == WANT_FAILED && want->fetch && want->epoch != remote->epoch && !remote->origin->closed)
+        rc = 1; /* since that fetch began the layer was opened again: its new source has not been asked */
     want_unref(want);
     pthread_mutex_unlock(lock);
     return rc;
@@ -354,6 +356,7 @@ static struct fetch *begin_fetch(struct origin *origin, struct want *leader)
         struct want *want = want_find(remote, fetch->first + i);
         list_remove(list_of(want), want);
         want->state = WANT_FETCHING;
+        want->epoch = remote->epoch;
         want->fetch = fetch;
         atomic_fetch_add(&fetch->refs, 1);
     }
@@ -420,6 +423,10 @@ void origin_close(struct origin *origin)
     for (int class = 0; class < WANT_CLASSES; class++)
         while (origin->list[class].head)
             want_fail(origin->list[class].head, -EIO);
+    for (size_t i = 0; i < WANT_BUCKETS; i++) /* a fetcher may hang: its readers must not */
+        for (struct want *want = origin->cache->bucket[i]; want; want = want->chain)
+            if (want->remote->origin == origin)
+                pthread_cond_broadcast(&want->done);
     pthread_cond_broadcast(&origin->ready);
     pthread_mutex_unlock(&origin->cache->lock);
 }

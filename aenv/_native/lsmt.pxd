@@ -151,8 +151,8 @@ cdef extern from "lsmt_cache.h" nogil:
 
     struct cache_stats:
         uint64_t hits, misses, joined, fetches, fetched_chunks, fetched_bytes, prefetched_chunks, failed_chunks
-        uint64_t expired, evicted_chunks, evicted_bytes, damaged_chunks, not_stored, used_bytes, limit, waiting
-        uint64_t queued, in_flight, layers
+        uint64_t expired, stored_chunks, evicted_chunks, evicted_bytes, damaged_chunks, not_stored, used_bytes, limit
+        uint64_t waiting, queued, in_flight, layers
 
     struct cache
     int cache_open(const char *directory, const cache_options *, cache **, fault *)
@@ -167,6 +167,7 @@ cdef extern from "lsmt_cache.h" nogil:
 
     struct remote
     int cache_attach(cache *, const char *name, uint64_t size, uint32_t chunk_size, origin *, source **, fault *)
+    source *remote_again(remote *)
     remote *remote_of(source *)
     const char *remote_name(const remote *)
     uint32_t remote_chunk_size(const remote *)

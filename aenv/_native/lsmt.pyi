@@ -65,6 +65,7 @@ class CacheStats(NamedTuple):
     prefetched_chunks: int
     failed_chunks: int
     expired: int
+    stored_chunks: int
     evicted_chunks: int
     evicted_bytes: int
     damaged_chunks: int

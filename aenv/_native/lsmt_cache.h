@@ -27,7 +27,7 @@ struct cache_stats {
     uint64_t hits, misses, joined;             /* chunks asked for: there; first to ask; asked when on the way */
     uint64_t fetches, fetched_chunks, fetched_bytes, prefetched_chunks;
     uint64_t failed_chunks, expired;           /* fetches that failed; readers that waited too long */
-    uint64_t evicted_chunks, evicted_bytes, damaged_chunks, not_stored;
+    uint64_t stored_chunks, evicted_chunks, evicted_bytes, damaged_chunks, not_stored;
     uint64_t used_bytes, limit, waiting, queued, in_flight, layers;
 };
 
@@ -48,6 +48,7 @@ void origin_unref(struct origin *origin);
 int cache_attach(struct cache *cache, const char *name, uint64_t size, uint32_t chunk_size, struct origin *origin,
                  struct source **out, struct fault *fault);
 struct remote;
+struct source *remote_again(struct remote *attached); /* another source of it; NULL: no memory */
 struct remote *remote_of(struct source *attached);
 const char *remote_name(const struct remote *remote);
 uint32_t remote_chunk_size(const struct remote *remote);

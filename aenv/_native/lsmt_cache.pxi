@@ -11,6 +11,7 @@ class CacheStats(NamedTuple):
     prefetched_chunks: int
     failed_chunks: int
     expired: int
+    stored_chunks: int
     evicted_chunks: int
     evicted_bytes: int
     damaged_chunks: int
@@ -26,8 +27,8 @@ class CacheStats(NamedTuple):
 cdef object stats_tuple(const cache_stats *s):
     return CacheStats(
         s.hits, s.misses, s.joined, s.fetches, s.fetched_chunks, s.fetched_bytes, s.prefetched_chunks, s.failed_chunks,
-        s.expired, s.evicted_chunks, s.evicted_bytes, s.damaged_chunks, s.not_stored, s.used_bytes, s.limit, s.waiting,
-        s.queued, s.in_flight, s.layers,
+        s.expired, s.stored_chunks, s.evicted_chunks, s.evicted_bytes, s.damaged_chunks, s.not_stored, s.used_bytes,
+        s.limit, s.waiting, s.queued, s.in_flight, s.layers,
     )
 
 
@@ -208,15 +209,9 @@ cdef class Remote:
 
     cdef source *attach(self) except NULL:
         """Another source of the same layer, with a life of its own."""
-        cdef fault f
-        cdef bytes encoded = self.name.encode()
-        cdef const char *c_name = encoded
-        cdef source *attached
-        cdef int rc
-        with nogil:
-            rc = cache_attach(self.origin.cache._cache, c_name, self.size, 0, self.origin._origin, &attached, &f)
-        if rc:
-            raise_fault(&f, self.name)
+        cdef source *attached = remote_again(self._remote)
+        if attached is NULL:
+            raise MemoryError
         return attached
 
     def __dealloc__(self):

@@ -34,7 +34,7 @@ struct remote {
     struct cache *cache;
     struct remote *next;
     unsigned refs; /* attachments, fetches, evictions; under `lock`. The files are open as long as there are any. */
-    unsigned attached;
+    unsigned attached, epoch; /* sources of it; a fetch from before the last attachment may have asked a worse place */
     struct origin *origin;
     char name[CACHE_NAME];
     uint64_t size, chunks;
@@ -60,6 +60,7 @@ struct want {
     uint64_t number;
     struct fetch *fetch; /* holds the bytes when it is done */
     unsigned refs;       /* readers, and the table */
+    unsigned epoch;
     enum want_class class;
     enum want_state state;
     int error;
@@ -140,7 +141,7 @@ void cache_forget_empty(struct cache *cache);              /* under `evicting`: 
 
 /* --- wants (c_lsmt_cache_fetch.c) ---------------------------------------------------------------------------- */
 
-/* Copies [offset, offset + length) of the chunk. 1: it came into the cache meanwhile, read it there. */
+/* Copies [offset, offset + length) of the chunk. 1: try again, it may be in the cache by now. */
 int want_read(struct remote *remote, uint64_t number, uint64_t last, char *buffer, size_t length, size_t offset,
               bool direct);
 void want_ahead(struct remote *remote, uint64_t number); /* somebody has come to a marked chunk */

@@ -25,11 +25,14 @@ from aenv.config import Config, load
 from aenv.daemon import Daemon
 from aenv.errors import AenvError, NotFoundError, UnavailableError
 from aenv.network.check import check as check_network
+from aenv.storage.blocks import control_socket
+from aenv.storage.home import Home
 from aenv.storage.repository import Repository
 from aenv.vmm.base import Vmm, VmmKind
 from aenv.vmm.probe import Probe, probe
 from aenv.vmm.qemu import QemuVmm
 from aenv.vmm.spawn import find_binary
+from ublk.client import BlockClient
 
 PYTHONS = ((3, 11), (3, 13))
 BUILD_TOOLS = ("mmdebstrap", "mke2fs", "tar", "apt-get", "dpkg-deb")
@@ -37,6 +40,8 @@ BUILD_COMMAND = "sudo aenv template build base"
 BUILD_MIB = 2500  # of disk: packages, kernel, one template
 ROOM_MIB = 10 << 10  # of disk: below this a handful of paused sandboxes fills it
 MEMORY_MIB = 1024
+ANSWER_SECONDS = 5
+RESEND = (6, 9)  # the Linux that sends requests again that a dead server has not answered
 UBLK, FUSE = Path("/dev/ublk-control"), Path("/dev/fuse")
 
 
@@ -115,7 +120,13 @@ def examine(config: Config) -> Report:
     template = _template(config, vmm)
     built = template.level is Level.OK
     findings += _build_tools(needed=not built)
-    findings += [_kernel(config, needed=not built), template, _disk(config, built=built), *_blocks(), _daemon(config)]
+    findings += [
+        _kernel(config, needed=not built),
+        template,
+        _disk(config, built=built),
+        *_blocks(config),
+        _daemon(config),
+    ]
     return Report(vmm.kind if vmm is not None else None, findings)
 
 
@@ -220,16 +231,43 @@ def _disk(config: Config, *, built: bool) -> Finding:
     return Finding("disk space", Level.OK, detail)
 
 
-def _blocks() -> Iterator[Finding]:
-    """Front ends that the block server can have here."""
+def _blocks(config: Config) -> Iterator[Finding]:
+    """Front ends that the block server can have here, and the one it has."""
     if UBLK.exists():
         yield Finding("ublk", Level.OK, f"{UBLK} is there")
     else:
         yield Finding("ublk", Level.INFO, f"no {UBLK}: it takes Linux 6.0 with ublk_drv", "modprobe ublk_drv")
-    if FUSE.exists():
-        yield Finding("FUSE", Level.OK, f"{FUSE} is there")
+    if not FUSE.exists():
+        yield Finding("FUSE", Level.MISSING, f"there is no {FUSE}: memory of sandboxes is a FUSE file", "modprobe fuse")
+    elif kernel_at_least(*RESEND):
+        yield Finding("FUSE", Level.OK, f"{FUSE} is there; guests only wait when the block server dies")
     else:
-        yield Finding("FUSE", Level.INFO, f"there is no {FUSE}", "modprobe fuse")
+        detail = f"{FUSE} is there; a guest is stopped and continued when the block server dies"
+        yield Finding("FUSE", Level.OK, f"{detail} (it takes Linux {RESEND[0]}.{RESEND[1]} to only wait)")
+    yield asyncio.run(_block_server(control_socket(Home(config.home, config.cache).blocks)))
+
+
+async def _block_server(path: Path) -> Finding:
+    name = "block server"
+    if os.geteuid() != 0:
+        return Finding(name, Level.INFO, "only root can ask it")
+    if not path.exists():
+        return Finding(name, Level.INFO, "does not run", "aenv serve starts it")
+    try:
+        async with asyncio.timeout(ANSWER_SECONDS), await BlockClient.connect(path) as client:
+            images = len(await client.list_images())
+    except AenvError as error:
+        return Finding(name, Level.NOTE, error.message)
+    except TimeoutError:
+        return Finding(name, Level.NOTE, f"{path} does not answer")
+    front_ends = " and ".join(client.server["front_ends"])
+    return Finding(name, Level.OK, f"process {client.server['pid']} serves {images} images by {front_ends}")
+
+
+def kernel_at_least(major: int, minor: int) -> bool:
+    """Whether this Linux is as new as that."""
+    found = re.match(r"(\d+)\.(\d+)", os.uname().release)
+    return found is not None and (int(found[1]), int(found[2])) >= (major, minor)
 
 
 def _daemon(config: Config) -> Finding:

@@ -28,8 +28,8 @@ def tree_command(ctx: click.Context, as_json: bool) -> None:
     PSS           memory of a running sandbox's machine; what several share is split among them
     OWN           pages of that which are the guest's alone: what it has written since it started
 
-    A fork shows as a snapshot without a name whose children are the forked sandboxes. With --json: a list, parents
-    before children.
+    What was forked hangs on the sandbox it was forked from, and a sandbox on its last snapshot, on what it was created
+    from, or on what is left of these. With --json: a list, parents before children.
     """
     nodes: list[Node] = uvloop.run(remote_of(ctx).call("GET", "/tree"))
     if wants_json(as_json):

@@ -30,6 +30,7 @@ KEPT_MOST = 64  # descriptors of one mount
 FIRST_KEPT = 4  # their numbers in the server; 3 is where it says that it is ready
 ATTEMPTS = 3  # times that a call is made before it is believed to be what kills the server
 PAUSES = (0, 0.1, 0.5, 2, 5)  # seconds before a server that does not start is started again; the last one repeats
+PATIENCE = 2  # failed starts that calls under way are not told of
 
 
 class Blocks:
@@ -39,7 +40,7 @@ class Blocks:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.directory = folder / "images"
-        self._socket = folder / "control"
+        self._socket = control_socket(folder)
         self._log = folder / "log"
         self._callbacks: list[Callable[[bool], None]] = []
         self._kept: list[int] = []
@@ -58,10 +59,7 @@ class Blocks:
         run_dir.mkdir(mode=0o711, parents=True, exist_ok=True)
         blocks = cls(run_dir)
         try:
-            try:
-                await blocks._connect()
-            except UnavailableError:
-                await blocks._start_server()
+            await blocks._connect_or_start()
         except BaseException:
             blocks._let_go()
             raise
@@ -127,6 +125,20 @@ class Blocks:
         self._connection = str(client.server["connection"])
         await self._announce(client, None)
 
+    async def _connect_or_start(self) -> None:
+        for attempt in range(PATIENCE + 1):  # one that is about to end neither answers nor lets another one start
+            await asyncio.sleep(PAUSES[attempt])
+            try:
+                await self._connect()
+                break
+            except UnavailableError:
+                try:
+                    await self._start_server()
+                    break
+                except UnavailableError:
+                    if attempt == PATIENCE:
+                        raise
+
     async def _start_server(self, kept: Sequence[int] = ()) -> None:
         """Start a server that takes over the mount whose descriptors are `kept`, and connect to it."""
         loop = asyncio.get_running_loop()
@@ -139,6 +151,8 @@ class Blocks:
                 command += ["--mount", self.directory, "--state", self.folder / "state", "--ready", "3"]
                 command += [argument for number in numbers for argument in ("--kept", str(number))]
                 self._process = spawn(command, fds={3: theirs} | numbers, log=self._log, cwd=Path("/"))
+            except OSError as error:
+                raise UnavailableError(f"the block server cannot be started: {error}") from error
             finally:
                 os.close(theirs)
 
@@ -168,7 +182,7 @@ class Blocks:
             await self._announce(None, None)
             try:
                 await self._connect()
-            except UnavailableError:
+            except AenvError:
                 # Until all its threads are gone one of them may still write.
                 status = await self._process.wait()
                 if not self._closing:
@@ -185,11 +199,12 @@ class Blocks:
                 break
             except AenvError as error:
                 log.error("%s", error)
-                await self._announce(None, error)
+                if attempt >= PATIENCE:
+                    await self._announce(None, error)
         survived = self._connection == before
         log.info("the block server runs again; open files have%s survived", "" if survived else " not")
         for callback in self._callbacks:
-            callback(survived)
+            asyncio.get_running_loop().call_soon(callback, survived)  # what one of them raises ends nothing here
 
     async def _announce(self, client: BlockClient | None, failure: AenvError | None) -> None:
         stale, self._client, self._failure = self._client, client, failure
@@ -321,6 +336,11 @@ class Blocks:
     async def list_images(self) -> list[dict[str, Any]]:
         """The descriptions of all images, by name."""
         return await self._call(lambda client: client.list_images())
+
+
+def control_socket(run_dir: Path) -> Path:
+    """Where the server of a run directory listens."""
+    return run_dir / "control"
 
 
 async def _find(client: BlockClient, image: str) -> dict[str, Any] | None:

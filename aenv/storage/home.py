@@ -67,6 +67,11 @@ class Home:
         base = Path("/run/aenv") if os.geteuid() == 0 else Path(os.environ.get("XDG_RUNTIME_DIR", "/tmp")) / "aenv"
         return base / self.tag
 
+    @property
+    def blocks(self) -> Path:
+        """What belongs to the block server: its sockets, state, log and mount."""
+        return self.run / "blocks"
+
     def create(self) -> None:
         """Make all directories; idempotent. They are private to the owner."""
         self.root.mkdir(parents=True, exist_ok=True, mode=0o711)

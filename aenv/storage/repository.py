@@ -128,7 +128,8 @@ class Repository:
     def commit(self, staged: Path, names: Sequence[str] = ()) -> Template:
         """Move a directory with a saved manifest into the repository and point `names` at it.
 
-        Raises ConflictError when its id is taken, or when a snapshot is to get the name of a template.
+        Raises ConflictError when its id is taken, when a name is an id of something else, or when a snapshot is to get
+        the name of a template.
         """
         manifest = Manifest.load(staged)
         if not _ID.fullmatch(manifest.id):
@@ -138,6 +139,7 @@ class Repository:
         with self._changing_names() as table:  # first, so that nothing moves when the names are damaged
             if target.exists():
                 raise ConflictError(f"template {manifest.id} exists already")
+            self._refuse_ids(stored)
             if manifest.kind is SnapshotKind.SNAPSHOT:
                 self._refuse_names_of_templates(stored, table)
             staged.chmod(0o711)
@@ -160,8 +162,16 @@ class Repository:
             shutil.rmtree(doomed, ignore_errors=True)
 
     def check_snapshot_name(self, name: str) -> None:
-        """Raise ConflictError when a template has the name, InvalidInputError when it cannot be one."""
-        self._refuse_names_of_templates([split_name(name)], self._names())
+        """Raise ConflictError when a template has the name or it is an id, InvalidInputError when it cannot be one."""
+        stored = [split_name(name)]
+        self._refuse_ids(stored)
+        self._refuse_names_of_templates(stored, self._names())
+
+    def _refuse_ids(self, names: Sequence[str]) -> None:
+        """A name is looked up before an id, so such a name would hide what has the id."""
+        for name in names:
+            if _ID.fullmatch(name) and (self._directory / name).is_dir():
+                raise ConflictError(f"the name {name} is the id of a template or snapshot")
 
     def _refuse_names_of_templates(self, names: Sequence[str], table: dict[str, str]) -> None:
         for name in names:

@@ -10,9 +10,7 @@ import asyncio
 import base64
 import binascii
 import contextlib
-import errno
 import fcntl
-import json
 import os
 import re
 import secrets
@@ -24,7 +22,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from aenv.errors import AenvError, ConflictError, InvalidInputError, LimitError, UnavailableError, VmmError
-from aenv.vmm import mapper, qmp
+from aenv.vmm import mapper, qemu_command, qmp
 from aenv.vmm.base import (
     MAX_EXTENTS,
     PAGE,
@@ -39,20 +37,14 @@ from aenv.vmm.base import (
     VmmKind,
     VmState,
 )
+from aenv.vmm.qemu_command import DISK_NODE, DISK_SET, IMAGE_NODE, SERIAL_RING
 from aenv.vmm.spawn import Process, User, exit_reason, find_binary, run, spawn
 
 BINARY = "qemu-system-x86_64"
 SOCKET_NAME = "qmp.sock"
 LOG_NAME = "qemu.log"
-# The monitor reads commands byte by byte (some 5 µs each), so names are short and defaults are left out.
-DISK_NODE = "disk"  # the node the disk device looks at; what is below it is exchanged by attach_disk
-IMAGE_NODE = "i"  # what attach_disk puts there
-DISK_SET = 1  # of descriptors: the disk's
-# A guest may write to its console without end: QEMU keeps the last bytes and drops the rest.
-SERIAL_RING = 64 << 10
 STATE_MAGIC = b"QEVM"  # migration/qemu-file-types.h: the first word of every stream
 STATE_LIMIT = 1 << 20  # bytes; what a pipe holds at most for an ordinary user. One vCPU needs 8 to 17 kB
-TRANSLATION_CACHE_MIB = 256  # a bound on what emulated code costs per machine; QEMU's own is 1 GiB
 
 # A uid for each machine, drawn at random from a range that systemd's uid table leaves unused. The first number of the
 # range is their common group: it may read what QEMU opens anew by the descriptor it got.
@@ -98,13 +90,6 @@ def _grant(fd: int, user: User | None, bits: int) -> None:
         os.fchown(fd, -1, user.gid)
     if status.st_mode & (bits << 3) != bits << 3:
         os.fchmod(fd, (status.st_mode & 0o7777) | bits << 3)
-
-
-def _open_image(path: Path, flags: int) -> int:
-    try:
-        return os.open(path, flags | os.O_CLOEXEC)
-    except OSError as error:
-        raise VmmError(f"cannot open {path}: {error.strerror}") from error
 
 
 class QemuVmm(Vmm):
@@ -167,7 +152,7 @@ class QemuVmm(Vmm):
                     return fd
 
                 def opened(path: Path) -> int:
-                    fd = _open_image(path, os.O_RDONLY)
+                    fd = qemu_command.open_image(path, os.O_RDONLY)
                     stack.callback(os.close, fd)
                     return give(fd)
 
@@ -180,19 +165,19 @@ class QemuVmm(Vmm):
                     "LD_PRELOAD": f"/proc/self/fd/{library}",
                     mapper.VARIABLE: f"{give(maps.fileno())}:{library}",
                 }
-                arguments = self._machine_arguments(machine, give(monitor.fileno()))
+                arguments = qemu_command.machine_arguments(machine, self.kind, self.cpu_model, give(monitor.fileno()))
                 if nic is not None:
-                    arguments += _nic_arguments(nic, give(nic.tap_fd))
+                    arguments += qemu_command.nic_arguments(nic, give(nic.tap_fd))
                 if disk is None:
-                    arguments += _waiting_arguments()
+                    arguments += qemu_command.waiting_arguments()
                 else:
                     kernel, initrd = opened(machine.kernel), opened(machine.initrd)
                     for fd in (kernel, initrd):
                         _grant(fd, user, 4)
-                    arguments += _boot_arguments(machine, kernel, initrd)
-                    image = await _in_thread(lambda: _open_disk(disk))
+                    arguments += qemu_command.boot_arguments(machine, kernel, initrd)
+                    image = await _in_thread(lambda: qemu_command.open_disk(disk))
                     stack.callback(os.close, image)
-                    arguments += _disk_arguments(disk, give(image))
+                    arguments += qemu_command.disk_arguments(disk, give(image))
                 process = spawn(
                     [self.binary, *arguments],
                     fds=inherited,
@@ -217,77 +202,6 @@ class QemuVmm(Vmm):
             raise
         return vm
 
-    def _machine_arguments(self, machine: Machine, monitor: int) -> list[str]:
-        accel = f"tcg,thread=multi,tb-size={TRANSLATION_CACHE_MIB}" if self.kind is VmmKind.QEMU_TCG else "kvm"
-        return [
-            "-M", "microvm,acpi=on,rtc=on,isa-serial=on,memory-backend=ram,suppress-vmdesc=on",
-            "-accel", accel,
-            "-cpu", self.cpu_model,
-            "-smp", str(machine.vcpus),
-            "-m", f"{machine.memory_mib}M",
-            # Anonymous, not a file: a page of a private file mapping that is written costs a second one, the file's.
-            "-object", f"memory-backend-ram,id=ram,size={machine.memory_mib}M,share=off,merge=off,reserve=off",
-            "-nodefaults", "-no-user-config", "-display", "none",
-            "-sandbox", "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny",
-            # A guest that ends leaves its process behind, so that its last words can be read.
-            "-action", "reboot=shutdown,shutdown=pause,panic=pause",
-            # Threads for disk requests are there from the start.
-            "-object", "main-loop,id=main-loop,thread-pool-min=2",
-            "-chardev", f"ringbuf,id=serial,size={SERIAL_RING}", "-serial", "chardev:serial",
-            "-chardev", f"socket,id=qmp,fd={monitor},server=on,wait=off", "-mon", "chardev=qmp,mode=control",
-        ]  # fmt: skip
-
-
-def _nic_arguments(nic: Nic, fd: int) -> list[str]:
-    return ["-netdev", f"tap,id=net,fd={fd},vhost=off", "-device", f"virtio-net-device,netdev=net,mac={nic.mac}"]
-
-
-def _boot_arguments(machine: Machine, kernel: int, initrd: int) -> list[str]:
-    return [
-        "-kernel", f"/proc/self/fd/{kernel}", "-initrd", f"/proc/self/fd/{initrd}", "-append", machine.cmdline,
-    ]  # fmt: skip
-
-
-def _disk_device() -> str:
-    """A disk that fails stops the machine: the guest never sees an error that the host can mend."""
-    return f"virtio-blk-device,drive={DISK_NODE},rerror=stop,werror=stop"
-
-
-def _waiting_arguments() -> list[str]:
-    """A machine that waits for device state needs no kernel (it is in RAM) and has a stand-in for its disk."""
-    nothing = {"driver": "raw", "node-name": DISK_NODE, "file": {"driver": "null-co", "read-zeroes": True}}
-    return [
-        "-S", "-incoming", "defer", "-global", "migration.send-configuration=off",
-        "-blockdev", json.dumps(nothing), "-device", _disk_device(),
-    ]  # fmt: skip
-
-
-def _disk_arguments(disk: Disk, fd: int) -> list[str]:
-    node = {"driver": "raw", "node-name": DISK_NODE, "read-only": disk.read_only, "file": _disk_node(disk, fd)}
-    return ["-add-fd", f"fd={fd},set={DISK_SET}", "-blockdev", json.dumps(node), "-device", _disk_device()]
-
-
-def _open_disk(disk: Disk) -> int:
-    """Past the page cache, which the block server fills, where the file system can do that (tmpfs from Linux 6.6)."""
-    if disk.format != "raw":
-        raise InvalidInputError("disk.format", f"expected raw, got {disk.format!r}")
-    flags = os.O_RDONLY if disk.read_only else os.O_RDWR
-    try:
-        return _open_image(disk.path, flags | os.O_DIRECT)
-    except VmmError as error:
-        if not isinstance(error.__cause__, OSError) or error.__cause__.errno != errno.EINVAL:
-            raise
-        return _open_image(disk.path, flags)
-
-
-def _disk_node(disk: Disk, fd: int) -> dict[str, Any]:
-    """The node below that of the device. QEMU sets and clears O_DIRECT of what it is given as the node says."""
-    # A lock would need the file opened by QEMU itself.
-    node: dict[str, Any] = {"driver": "file", "filename": f"/dev/fdset/{DISK_SET}", "locking": "off"}
-    if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
-        node["cache"] = {"direct": True}
-    return node | ({"read-only": True} if disk.read_only else {"discard": "unmap"})
-
 
 class QemuVm(Vm):
     """One QEMU process. It is ended by us only: `exited` is set when the process is gone."""
@@ -311,7 +225,6 @@ class QemuVm(Vm):
         self._reason = ""  # why we end the process, when we do
         self._ending: asyncio.Task[None] | None = None
         self._migration: asyncio.Future[None] | None = None
-        self._broken = ""  # why no command may be sent any more
         process.exited.add_done_callback(self._process_exited)
 
     # Connection
@@ -448,15 +361,14 @@ class QemuVm(Vm):
         if disk.read_only:
             raise InvalidInputError("disk.read_only", "a prepared machine takes a writable disk")
         # In a thread: the image may lie in a file system whose server is busy, or waits for us.
-        fd = await _in_thread(lambda: _open_disk(disk))
+        fd = await _in_thread(lambda: qemu_command.open_disk(disk))
         try:
+            node = {"driver": "raw", "node-name": DISK_NODE, "file": IMAGE_NODE}
             # Sent in one go: QEMU answers in order, so nothing is gained by waiting in between.
             await _together(
                 self._command("add-fd", {"fdset-id": DISK_SET}, fd=fd),
-                self._command("blockdev-add", {**_disk_node(disk, fd), "node-name": IMAGE_NODE}),
-                self._command(
-                    "blockdev-reopen", {"options": [{"driver": "raw", "node-name": DISK_NODE, "file": IMAGE_NODE}]}
-                ),
+                self._command("blockdev-add", {**qemu_command.disk_node(disk, fd), "node-name": IMAGE_NODE}),
+                self._command("blockdev-reopen", {"options": [node]}),
             )
         finally:
             os.close(fd)
@@ -470,7 +382,7 @@ class QemuVm(Vm):
             def open_files() -> list[int]:
                 files = []
                 for path in map.files:
-                    files.append(_open_image(path, os.O_RDONLY))
+                    files.append(qemu_command.open_image(path, os.O_RDONLY))
                     stack.callback(os.close, files[-1])
                 return files
 
@@ -616,7 +528,7 @@ class QemuVm(Vm):
 
 def _state_pipe(state: Path) -> int:
     """The reading end of a pipe that holds a device state, and ends after it. (QEMU 9 and newer warn of files.)"""
-    fd = _open_image(state, os.O_RDONLY)
+    fd = qemu_command.open_image(state, os.O_RDONLY)
     try:
         size = os.fstat(fd).st_size
         if size > STATE_LIMIT:

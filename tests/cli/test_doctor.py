@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
+import socket
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,6 +21,8 @@ from aenv.daemon import Daemon
 from aenv.errors import UnavailableError
 from aenv.network.check import Finding as NetworkFinding
 from aenv.snapshot.manifest import BootFile
+from aenv.storage.blocks import Blocks, control_socket
+from aenv.storage.home import Home
 from aenv.storage.repository import Repository
 from aenv.vmm.base import VmmKind
 from aenv.vmm.probe import Probe
@@ -202,11 +206,47 @@ def test_a_running_daemon_is_shown(host: Host) -> None:
     assert host.levels()["daemon"] is Level.INFO
 
 
-def test_missing_devices_are_only_information(host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_devices_of_the_block_server(host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory images are FUSE files in any case; disks can be, too."""
     monkeypatch.setattr(doctor, "UBLK", tmp_path / "none")
+    assert host.levels()["ublk"] is Level.INFO
     monkeypatch.setattr(doctor, "FUSE", tmp_path / "none")
-    levels = host.levels()
-    assert (levels["ublk"], levels["FUSE"]) == (Level.INFO, Level.INFO)
+    assert host.levels()["FUSE"] is Level.MISSING
+
+
+def test_what_an_old_kernel_lacks_is_told(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    for release, waits in (("6.1.0-57-cloud-amd64", False), ("6.9.0", True), ("10.0", True), ("unknown", False)):
+        uname = os.uname_result(("Linux", "host", release, "#1", "x86_64"))
+        monkeypatch.setattr(os, "uname", lambda uname=uname: uname)
+        found = next(f for f in host.examine().findings if f.name == "FUSE")
+        assert ("only wait when" in found.detail) is waits
+
+
+@pytest.mark.root
+def test_the_block_server_is_shown(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def session() -> None:
+        blocks = await Blocks.start(Home(host.home, host.home).blocks)
+        try:
+            found = await doctor._block_server(control_socket(blocks.folder))
+            assert found.level is Level.OK
+            assert f"process {blocks.pid} serves 0 images by fuse" in found.detail
+        finally:
+            await blocks.close(stop_server=True)
+            shutil.rmtree(blocks.folder.parent)
+
+    assert host.levels()["block server"] is Level.INFO
+    asyncio.run(session())
+    silent = host.home / "control"
+    host.home.mkdir()
+    monkeypatch.setattr(doctor, "control_socket", lambda folder: silent)
+    silent.write_bytes(b"")
+    assert host.levels()["block server"] is Level.NOTE
+    silent.unlink()
+    monkeypatch.setattr(doctor, "ANSWER_SECONDS", 0.05)
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(silent))
+        listening.listen()
+        assert host.levels()["block server"] is Level.NOTE
 
 
 @pytest.mark.root

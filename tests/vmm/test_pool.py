@@ -48,7 +48,14 @@ class Factory:
     @contextlib.asynccontextmanager
     async def pool(self, size: int = 2, hot: int = 2, quiet: float = 0) -> AsyncIterator[WarmPool[str, Item]]:
         pool = WarmPool(
-            self.make, self.discard, size=size, hot=hot, broken=lambda i: i.dead, quiet=quiet, patience=quiet * 3
+            self.make,
+            self.discard,
+            size=size,
+            limit=size,
+            hot=hot,
+            broken=lambda i: i.dead,
+            quiet=quiet,
+            patience=quiet * 3,
         )
         taken = set()
         original = pool.take

@@ -16,6 +16,7 @@ from aenv.errors import ConflictError, InvalidInputError, NotFoundError, VmmErro
 from aenv.vmm import qemu
 from aenv.vmm.base import Disk, VmmKind, VmState
 from aenv.vmm.qemu import QemuVmm
+from aenv.vmm.qemu_command import SERIAL_RING
 from aenv.vmm.spawn import process_start_time, processes_in
 from tests.vmm.guest import Guest, console, killed, load, new_disk, prepared, write_command
 
@@ -197,10 +198,10 @@ def test_flooded_console_keeps_its_end(guest: Guest, tmp_path: Path):
             await vm.resume()
             await console(vm, "fox" + " jumps over the lazy dog")
             tails = [await vm.serial_tail(1 << 20) for _ in range(20)]
-            assert all(len(tail) <= qemu.SERIAL_RING for tail in tails)
+            assert all(len(tail) <= SERIAL_RING for tail in tails)
             assert await vm.serial_tail(0) == ""
             text, end = await vm.serial_since(0)
-            assert 0 < len(text) <= min(end, qemu.SERIAL_RING)
+            assert 0 < len(text) <= min(end, SERIAL_RING)
             assert (await vm.serial_since(end + 10**9))[0] == b""
             more, later = await vm.serial_since(end)
             assert len(more) <= later - end

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from .support import control, disk, exercise
+from .support import disk, exercise
 
 SIZE = 16 << 20
 
@@ -13,11 +13,4 @@ def test_device_is_a_disk(folder: Path) -> None:
     model = bytearray(SIZE)
     with disk(folder, SIZE) as (device, image):
         exercise(device.path, model, 150, 1)
-        assert image.read(0, SIZE) == model
-
-
-def test_device_is_a_disk_in_copy_mode(folder: Path) -> None:
-    model = bytearray(SIZE)
-    with disk(folder, SIZE, control(user_copy=False)) as (device, image):
-        exercise(device.path, model, 150, 2)
         assert image.read(0, SIZE) == model

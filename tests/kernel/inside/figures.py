@@ -58,11 +58,11 @@ class Contest:
         self._ours: list[tuple[Device, Image]] = []
         self._loops: list[str] = []
 
-    def add_ublk(self, name: str, *, user_copy: bool, queues: int = 1) -> None:
+    def add_ublk(self, name: str, queues: int = 1) -> None:
         new_image(self.folder, SIZE, name).close()
         stack = Stack([Layer(self.folder / "layer")])
         image = Image(stack, self.folder / f"{name}.data", self.folder / f"{name}.index")
-        device = control(queues, 128, user_copy=user_copy).prepare()
+        device = control(queues, 128).prepare()
         device.start(image)
         self._ours.append((device, image))
         self.paths[name] = device.path
@@ -97,7 +97,7 @@ def prepare(which: list[str]) -> None:
     contest = Contest("/data/figures")
     for name in which:
         if name.startswith("ublk"):
-            contest.add_ublk(name, user_copy="copy" not in name or "user" in name, queues=2 if "2q" in name else 1)
+            contest.add_ublk(name, queues=2 if "2q" in name else 1)
         else:
             contest.add_loop(name, direct="direct" in name)
     contest.warm()

@@ -26,8 +26,8 @@ def sh(command: str) -> str:
     return done.stdout
 
 
-def control(queues: int = 1, depth: int = 64, *, user_copy: bool = True, owner: int = OWNER) -> Control:
-    return Control(owner, queues=queues, depth=depth, user_copy=user_copy)
+def control(queues: int = 1, depth: int = 64, *, owner: int = OWNER) -> Control:
+    return Control(owner, queues=queues, depth=depth)
 
 
 def new_image(folder: Path, size: int, name: str = "disk") -> Image:
