@@ -233,6 +233,7 @@ class Lifecycle:
                 record.memory, record.state_file = kept
                 record.machine = None
                 self.store.transition(record, (SandboxState.RESUMING,), SandboxState.PAUSED)
+                self.machines.tidy(record, sandbox.former)
             if not isinstance(error, AenvError):
                 log.exception("resume of sandbox %s failed", sandbox.id)
             raise

@@ -265,7 +265,7 @@ class Snapshots:
             state, running = sandbox.state, sandbox.running
             record.disk, record.memory, record.state_file = list(source.disk), list(source.memory), source.state
             record.upper = record.machine = record.unsettled = None
-            record.lineage = _ancestry(snapshot, record.lineage)
+            record.lineage = self._ancestry(sandbox, snapshot)
             # From this commit on it is at the snapshot; the machine that has no record any more is ended by whoever
             # finds it.
             self._store.transition(record, (state,), SandboxState.PAUSED)
@@ -287,16 +287,20 @@ class Snapshots:
                 raise NotFoundError(f"snapshot {snapshot.title} does not exist") from error
             raise
 
+    def _ancestry(self, sandbox: Sandbox, snapshot: Template) -> list[str]:
+        """The lineage of a sandbox that is at `snapshot` now: parents as far as they are stored, then what it knows."""
+        known, parents = sandbox.record.lineage, {t.id: t.manifest.parent for t in self._life.repository.templates()}
+        found: list[str] = []
+        identity: str | None = snapshot.id
+        while identity is not None and identity not in known and identity not in found:
+            found.append(identity)
+            identity = parents.get(identity)
+        if (
+            identity is None and snapshot.manifest.sandbox == sandbox.id
+        ):  # a parent was deleted
+            identity = sandbox.template.id
+        return [*found, *(known[known.index(identity) :] if identity in known else [])][:LINEAGE]
+
 
 def _policy(sandbox: Sandbox) -> Policy:
     return egress_policy(sandbox.record.options.network)
-
-
-def _ancestry(snapshot: Template, lineage: list[str]) -> list[str]:
-    """The lineage of a sandbox that is at `snapshot` now."""
-    if snapshot.id in lineage:
-        return lineage[lineage.index(snapshot.id) :]
-    parent = [] if snapshot.manifest.parent is None else [snapshot.manifest.parent]
-    if parent and parent[0] in lineage:
-        parent = lineage[lineage.index(parent[0]) :]
-    return [snapshot.id, *parent][:LINEAGE]
