@@ -19,6 +19,8 @@ struct block_device {
     int (*flush)(struct block_device *device);
     /* A read without a copy. -EOPNOTSUPP: not of these bytes; else what `use` gives. Fall back to `read` after errors. */
     int (*lend)(struct block_device *device, size_t length, uint64_t offset, lend_t use, void *opaque);
+    /* As `read`, but -EAGAIN where that would wait for a remote layer; its bytes are on their way then. */
+    int (*read_now)(struct block_device *device, void *buffer, size_t length, uint64_t offset);
     uint64_t (*size)(struct block_device *device);
     bool read_only;
 };

@@ -182,6 +182,15 @@ static int read_local(struct remote *remote, uint64_t number, unsigned word, cha
     return 0;
 }
 
+static _Thread_local bool must_not_wait;
+
+bool source_may_wait(bool may)
+{
+    bool before = !must_not_wait;
+    must_not_wait = !may;
+    return before;
+}
+
 static int read_chunk(struct remote *remote, uint64_t number, uint64_t last, char *buffer, size_t length,
                       uint64_t offset, bool direct)
 {
@@ -197,7 +206,8 @@ static int read_chunk(struct remote *remote, uint64_t number, uint64_t last, cha
                 count_hit(remote);
         } else {
             hit = false;
-            rc = want_read(remote, number, last, buffer, length, offset & (remote->chunk_size - 1), direct);
+            rc = must_not_wait ? want_ask(remote, number, last, direct)
+                               : want_read(remote, number, last, buffer, length, offset & (remote->chunk_size - 1), direct);
         }
     }
     if (atomic_load_explicit(&remote->traces, memory_order_relaxed))
@@ -292,7 +302,7 @@ static void attach(struct attachment *attachment, struct remote *remote)
 {
     remote->refs++;
     remote->attached++;
-    *attachment = (struct attachment){{attachment_read, attachment_close, remote->size}, remote};
+    *attachment = (struct attachment){{attachment_read, attachment_close, remote->size, true}, remote};
     cache_ref(remote->cache);
 }
 

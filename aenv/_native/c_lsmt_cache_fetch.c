@@ -7,6 +7,7 @@
 
 #define NS_PER_MS 1000000ull
 #define NS_PER_S 1000000000ull
+#define CROWD 256u /* readers that may wait for an origin that brings nothing */
 
 /* --- origins ------------------------------------------------------------------------------------------------- */
 
@@ -210,18 +211,42 @@ static struct want *demand(struct remote *remote, uint64_t number, uint64_t last
 static int wait_until_done(struct want *want)
 {
     struct cache *cache = want->remote->cache;
-    uint64_t until = monotonic_ns() + cache->options.wait_ms * NS_PER_MS;
+    struct origin *origin = origin_ref(want->remote->origin);
+    uint64_t now = monotonic_ns(), wait = cache->options.wait_ms * NS_PER_MS;
     int rc = 0;
+    if (!origin->waiting++)
+        origin->progress = now;
+    /* A crowd before a place that does not answer would take all threads of a front end. */
+    uint64_t until = origin->waiting > CROWD && now - origin->progress > wait / 4 ? now : now + wait;
     cache->waiting++;
     while (want->state < WANT_DONE && !rc && !want->remote->origin->closed)
         rc = condition_wait(&want->done, &cache->lock, until);
     cache->waiting--;
+    origin->waiting--;
+    origin_unref(origin);
     if (want->state >= WANT_DONE)
         return want->error;
     add(&cache->expired, 1);
     if (want->state == WANT_QUEUED && want->refs == 2) /* nobody else waits: a dead origin must not collect wants */
         want_fail(want, -EIO);
     return -EIO;
+}
+
+int want_ask(struct remote *remote, uint64_t number, uint64_t last, bool direct)
+{
+    pthread_mutex_t *lock = &remote->cache->lock;
+    int rc;
+    pthread_mutex_lock(lock);
+    struct want *want = demand(remote, number, last, &rc);
+    if (want) {
+        want->direct |= direct;
+        rc = -EAGAIN;
+        want_unref(want);
+    } else if (!rc) {
+        rc = 1;
+    }
+    pthread_mutex_unlock(lock);
+    return rc;
 }
 
 int want_read(struct remote *remote, uint64_t number, uint64_t last, char *buffer, size_t length, size_t offset,
@@ -443,6 +468,7 @@ void fetch_deliver(struct fetch *fetch)
     want->state = WANT_DONE; /* readers go on from the buffer, those who come now, too */
     pthread_cond_broadcast(&want->done);
     cache->in_flight--;
+    fetch->origin->progress = monotonic_ns();
     pthread_mutex_unlock(&cache->lock);
     add(&remote->fetched_chunks, 1);
     add(&remote->fetched_bytes, length);

@@ -10,6 +10,7 @@ struct image {
     struct stack *stack; /* NULL: nothing below the writable layer */
     struct upper *upper; /* NULL: read-only */
     bool direct;
+    bool remote; /* a layer of the stack is; a restack adds none that is */
     /* Held for reading during every operation on a writable image; a restack waits for all of them. A read-only image
      * never changes and takes no lock. */
     pthread_rwlock_t life;
@@ -41,7 +42,7 @@ static int read_extents(struct image *image, const struct extents *extents, char
         else
             rc = stack_read_extent(image->stack, extent, buffer, image->direct);
         if (rc) /* a short or damaged layer is an I/O error for the guest, never zeros */
-            return -EIO;
+            return rc == -EAGAIN ? rc : -EIO;
         buffer += bytes;
     }
     return 0;
@@ -125,17 +126,94 @@ static bool fits(const struct image *image, uint64_t offset, uint64_t length)
     return offset % LSMT_SECTOR == 0 && length % LSMT_SECTOR == 0 && offset <= size && length <= size - offset;
 }
 
-int image_read(struct image *image, void *buffer, size_t length, uint64_t offset)
+static int read_locked(struct image *image, void *buffer, size_t length, uint64_t offset)
 {
     int rc = -EINVAL;
-    count(&image->reads, 1);
-    count(&image->read_bytes, length);
     if (image->device.read_only)
-        return counted(image, fits(image, offset, length) ? read_all(image, buffer, length, offset) : rc);
+        return fits(image, offset, length) ? read_all(image, buffer, length, offset) : rc;
     pthread_rwlock_rdlock(&image->life);
     if (fits(image, offset, length))
         rc = read_all(image, buffer, length, offset);
     pthread_rwlock_unlock(&image->life);
+    return rc;
+}
+
+static int try_read(struct image *image, void *buffer, size_t length, uint64_t offset)
+{
+    bool before = source_may_wait(false);
+    int rc = read_locked(image, buffer, length, offset);
+    source_may_wait(before);
+    return rc;
+}
+
+static int read_stack_extents(struct stack *stack, const struct extents *extents, char *buffer, bool direct)
+{
+    for (unsigned i = 0; i < extents->count; i++) {
+        const struct extent *extent = &extents->extent[i];
+        if (extent->origin >= 0 && stack_read_extent(stack, extent, buffer, direct))
+            return -EIO;
+        buffer += extent->sectors * LSMT_SECTOR;
+    }
+    return 0;
+}
+
+static int read_upper_extents(struct image *image, const struct extents *extents, char *buffer)
+{
+    for (unsigned i = 0; i < extents->count; i++) {
+        const struct extent *extent = &extents->extent[i];
+        size_t bytes = extent->sectors * LSMT_SECTOR;
+        if (extent->origin == EXTENT_ZERO)
+            memset(buffer, 0, bytes);
+        else if (extent->origin == EXTENT_UPPER &&
+                 upper_read_at(image->upper, buffer, bytes, extent->moffset * LSMT_SECTOR))
+            return -EIO;
+        buffer += bytes;
+    }
+    return 0;
+}
+
+/* Waits for remote layers without `life`: a restack must not wait for a source that does not answer. */
+static int read_waiting(struct image *image, char *buffer, size_t length, uint64_t offset)
+{
+    uint64_t end = (offset + length) / LSMT_SECTOR;
+    struct extents extents;
+    extents.end = offset / LSMT_SECTOR;
+    while (extents.end < end) {
+        uint64_t begin = extents.end;
+        pthread_rwlock_rdlock(&image->life);
+        struct stack *stack = stack_ref(image->stack);
+        resolve(image, end, &extents);
+        int rc = read_upper_extents(image, &extents, buffer);
+        pthread_rwlock_unlock(&image->life);
+        if (!rc)
+            rc = read_stack_extents(stack, &extents, buffer, image->direct);
+        stack_unref(stack);
+        if (rc)
+            return rc;
+        buffer += (extents.end - begin) * LSMT_SECTOR;
+    }
+    return 0;
+}
+
+int image_read(struct image *image, void *buffer, size_t length, uint64_t offset)
+{
+    count(&image->reads, 1);
+    count(&image->read_bytes, length);
+    if (!image->remote)
+        return counted(image, read_locked(image, buffer, length, offset));
+    int rc = try_read(image, buffer, length, offset);
+    return counted(image, rc == -EAGAIN ? read_waiting(image, buffer, length, offset) : rc);
+}
+
+int image_read_now(struct image *image, void *buffer, size_t length, uint64_t offset)
+{
+    if (!image->remote)
+        return image_read(image, buffer, length, offset);
+    int rc = try_read(image, buffer, length, offset);
+    if (rc == -EAGAIN)
+        return rc; /* it is counted when it is made again */
+    count(&image->reads, 1);
+    count(&image->read_bytes, length);
     return counted(image, rc);
 }
 
@@ -246,6 +324,11 @@ static int device_lend(struct block_device *device, size_t length, uint64_t offs
     return image_lend(of_device(device), length, offset, use, opaque);
 }
 
+static int device_read_now(struct block_device *device, void *buffer, size_t length, uint64_t offset)
+{
+    return image_read_now(of_device(device), buffer, length, offset);
+}
+
 static int device_flush(struct block_device *device) { return image_flush(of_device(device)); }
 
 static uint64_t device_size(struct block_device *device)
@@ -268,10 +351,11 @@ int image_new(struct stack *stack, struct upper *upper, bool direct, struct imag
     if (!image)
         return fault_set(fault, ENOMEM, "memory", "out of memory");
     image->device = (struct block_device){device_read, device_write, device_discard, device_flush, device_lend,
-                                          device_size, !upper};
+                                          device_read_now, device_size, !upper};
     image->stack = stack ? stack_ref(stack) : NULL;
     image->upper = upper;
     image->direct = direct;
+    image->remote = stack && stack->remote;
     pthread_rwlockattr_init(&attributes);
     pthread_rwlockattr_setkind_np(&attributes, PTHREAD_RWLOCK_PREFER_WRITER_NONRECURSIVE_NP);
     pthread_rwlock_init(&image->life, &attributes);

@@ -79,7 +79,7 @@ struct source *source_file(int fd, const char *path, uint64_t size)
         close(fd);
         return NULL;
     }
-    file->source = (struct source){file_read, file_close, size};
+    file->source = (struct source){file_read, file_close, size, false};
     file->fd = fd;
     file->direct_fd = path ? open(path, O_RDONLY | O_DIRECT | O_CLOEXEC) : -1;
     return &file->source;
@@ -112,7 +112,7 @@ static struct source *source_window(struct source *inner, uint64_t base, uint64_
     struct window *window = calloc(1, sizeof *window);
     if (!window)
         return NULL;
-    *window = (struct window){{window_read, window_close, size}, inner, base};
+    *window = (struct window){{window_read, window_close, size, inner->remote}, inner, base};
     return &window->source;
 }
 

@@ -15,9 +15,11 @@ static struct stack *stack_alloc(unsigned layers)
     return stack;
 }
 
-/* The topmost layer with a size decides. */
-static void set_size(struct stack *stack)
+/* What follows from the layers. The topmost one with a size decides about that. */
+static void set_properties(struct stack *stack)
 {
+    for (unsigned i = 0; i < stack->layers; i++)
+        stack->remote |= stack->layer[i]->source->remote;
     for (unsigned i = stack->layers; i-- > 0 && !stack->virtual_size;)
         stack->virtual_size = stack->layer[i]->info.virtual_size;
 }
@@ -32,7 +34,7 @@ int stack_new(struct layer *const *layers, struct index *const *indexes, unsigne
         return fault_set(fault, ENOMEM, "memory", "out of memory");
     for (unsigned i = 0; i < count; i++)
         stack->layer[i] = layer_ref(layers[i]);
-    set_size(stack);
+    set_properties(stack);
     for (unsigned i = 0; i < count; i++)
         index_set_tag(indexes[i], i);
     if (!(stack->level[0] = index_merge_all(indexes, count))) {
@@ -78,7 +80,7 @@ int stack_push(const struct stack *below, struct layer *layer, struct index *ind
     for (unsigned i = 0; i < below->layers; i++)
         stack->layer[i] = layer_ref(below->layer[i]);
     stack->layer[count - 1] = layer_ref(layer);
-    set_size(stack);
+    set_properties(stack);
     index_set_tag(index, count - 1);
     if (push_level(stack, below, index)) {
         stack_unref(stack);

@@ -237,7 +237,7 @@ int source_zfile(struct source *inner, struct source **out, struct fault *fault)
     struct zfile *zfile = calloc(1, sizeof *zfile);
     if (!zfile)
         return fault_set(fault, ENOMEM, "memory", "out of memory");
-    zfile->source = (struct source){zfile_read, zfile_close, h.original_file_size};
+    zfile->source = (struct source){zfile_read, zfile_close, h.original_file_size, inner->remote};
     zfile->serial = atomic_fetch_add(&serial, 1) + 1;
     zfile->blocks = h.index_size;
     zfile->block_size = h.block_size;

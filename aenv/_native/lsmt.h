@@ -124,8 +124,12 @@ struct source {
     int (*read)(struct source *source, void *buffer, size_t length, uint64_t offset, bool direct);
     void (*close)(struct source *source);
     uint64_t size;
+    bool remote; /* a read may wait for a network: see source_may_wait */
 };
 
+/* Whether reads of remote sources by this thread may wait; gives what it was. If not, they ask for what is missing and
+ * give -EAGAIN. */
+bool source_may_wait(bool may);
 const void *source_lend(struct source *source, size_t length, uint64_t offset); /* see lsmt_view.h; NULL: must be read */
 struct source *source_file(int fd, const char *path, uint64_t size); /* owns fd; path may be NULL */
 int source_open(const char *path, struct source **out, char kind[16], struct fault *fault); /* sniffs tar and ZFile */
@@ -162,6 +166,7 @@ void layer_unref(struct layer *layer);
 struct stack {
     atomic_uint refs;
     unsigned layers, levels;
+    bool remote; /* one of the layers is */
     uint64_t virtual_size;
     struct index *level[STACK_MAX_LEVELS];
     struct layer *layer[]; /* lowest first; the tag of a segment is the place here */
@@ -287,6 +292,7 @@ int image_new(struct stack *stack, struct upper *upper, bool direct, struct imag
 void image_free(struct image *image); /* no operation may be running; closes the writable layer */
 struct block_device *image_device(struct image *image);
 int image_read(struct image *image, void *buffer, size_t length, uint64_t offset);
+int image_read_now(struct image *image, void *buffer, size_t length, uint64_t offset);
 int image_lend(struct image *image, size_t length, uint64_t offset, lend_t use, void *opaque);
 int image_write(struct image *image, const void *buffer, size_t length, uint64_t offset);
 int image_discard(struct image *image, uint64_t offset, uint64_t length);

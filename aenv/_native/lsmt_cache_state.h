@@ -96,7 +96,8 @@ struct origin {
     struct cache *cache;
     struct want_list list[WANT_CLASSES];
     pthread_cond_t ready;
-    unsigned prefetching;
+    unsigned prefetching, waiting; /* fetches; readers */
+    uint64_t progress;             /* ns: when a chunk came, or the first of the readers began to wait */
     uint64_t prefetch_next; /* ns: not before */
     bool closed;
 };
@@ -144,6 +145,7 @@ void cache_forget_empty(struct cache *cache);              /* under `evicting`: 
 /* Copies [offset, offset + length) of the chunk. 1: try again, it may be in the cache by now. */
 int want_read(struct remote *remote, uint64_t number, uint64_t last, char *buffer, size_t length, size_t offset,
               bool direct);
+int want_ask(struct remote *remote, uint64_t number, uint64_t last, bool direct); /* -EAGAIN, or as want_read */
 void want_ahead(struct remote *remote, uint64_t number); /* somebody has come to a marked chunk */
 void remote_move(struct remote *remote, struct origin *origin); /* under `lock` */
 void remote_cancel(struct remote *remote); /* under `lock`: what is queued and nobody waits for */

@@ -16,10 +16,11 @@ import re
 import secrets
 import shutil
 import socket
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from aenv.errors import AenvError, ConflictError, InvalidInputError, LimitError, UnavailableError, VmmError
 from aenv.vmm import mapper, qemu_command, qmp
@@ -55,8 +56,6 @@ GROUP = UID_BASE
 # Mappings that a process may have (vm.max_map_count, unless somebody has changed it), and what QEMU itself needs.
 MAPPINGS_LIMIT = 65530
 OWN_MAPPINGS = 1000
-
-T = TypeVar("T")
 
 _VERSION = re.compile(r"version (\d+\.\d+\.\d+)")
 _HOST_ADDRESS = re.compile(r"^Host virtual address for 0x0 \(ram\) is (0x[0-9a-f]{1,16})\s*$")
@@ -175,7 +174,7 @@ class QemuVmm(Vmm):
                     for fd in (kernel, initrd):
                         _grant(fd, user, 4)
                     arguments += qemu_command.boot_arguments(machine, kernel, initrd)
-                    image = await _in_thread(lambda: qemu_command.open_disk(disk))
+                    (image,) = await _opened(lambda: [qemu_command.open_disk(disk)])
                     stack.callback(os.close, image)
                     arguments += qemu_command.disk_arguments(disk, give(image))
                 process = spawn(
@@ -360,8 +359,7 @@ class QemuVm(Vm):
         self._require(VmState.PREPARED)
         if disk.read_only:
             raise InvalidInputError("disk.read_only", "a prepared machine takes a writable disk")
-        # In a thread: the image may lie in a file system whose server is busy, or waits for us.
-        fd = await _in_thread(lambda: qemu_command.open_disk(disk))
+        (fd,) = await _opened(lambda: [qemu_command.open_disk(disk)])
         try:
             node = {"driver": "raw", "node-name": DISK_NODE, "file": IMAGE_NODE}
             # Sent in one go: QEMU answers in order, so nothing is gained by waiting in between.
@@ -377,16 +375,11 @@ class QemuVm(Vm):
         self._require(VmState.PREPARED, VmState.PAUSED)
         map.check(self._memory().length)
         self._reserve_mappings(map.count)
-        with ExitStack() as stack:
-
-            def open_files() -> list[int]:
-                files = []
-                for path in map.files:
-                    files.append(qemu_command.open_image(path, os.O_RDONLY))
-                    stack.callback(os.close, files[-1])
-                return files
-
-            await self._mapper.map(await _in_thread(open_files), map.extents, map.count)
+        files = await _opened(lambda: _open_files(map.files))
+        try:
+            await self._mapper.map(files, map.extents, map.count)
+        finally:
+            _close(files)
 
     def _reserve_mappings(self, count: int) -> None:
         """An extent splits the mapping it falls into. Running into the kernel's limit would leave RAM half mapped."""
@@ -555,14 +548,50 @@ def _state_pipe(state: Path) -> int:
     return reader
 
 
-async def _in_thread(call: Callable[[], T]) -> T:
-    """Run what may block in a thread. A cancelled caller waits for it: it may just be opening files."""
-    work = asyncio.get_running_loop().run_in_executor(None, call)
+async def _opened(opener: Callable[[], list[int]]) -> list[int]:
+    """Run what opens files, in a thread of its own: it may wait for a server that waits for us, and must not hold up a
+    shared one. What comes when nobody waits any more is closed."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[list[int]] = loop.create_future()
+
+    def deliver(files: list[int], error: Exception | None) -> None:
+        if future.cancelled():
+            _close(files)
+        elif error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(files)
+
+    def work() -> None:
+        files: list[int] = []
+        error = None
+        try:
+            files = opener()
+        except Exception as problem:
+            error = problem
+        try:
+            loop.call_soon_threadsafe(deliver, files, error)
+        except RuntimeError:  # the loop has been closed
+            _close(files)
+
+    threading.Thread(target=work, name="open", daemon=True).start()
+    return await future
+
+
+def _open_files(paths: Sequence[Path]) -> list[int]:
+    files: list[int] = []
     try:
-        return await asyncio.shield(work)
-    except asyncio.CancelledError:
-        await asyncio.wait({work})
+        for path in paths:
+            files.append(qemu_command.open_image(path, os.O_RDONLY))
+    except BaseException:
+        _close(files)
         raise
+    return files
+
+
+def _close(files: Sequence[int]) -> None:
+    for fd in files:
+        os.close(fd)
 
 
 async def _together(*commands: Any) -> None:

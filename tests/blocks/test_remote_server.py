@@ -251,8 +251,8 @@ def test_size_that_is_wrong_and_files_that_are_missing(tmp_path: Path) -> None:
                 await client.open("image", [RemoteSpec(good.source, size, good.digest)])
         with pytest.raises(UnavailableError):
             await client.open("image", [RemoteSpec(FileSpec("/no/such"), len(blob), good.digest)])
+        chunks = ChunkList(CHUNK, path="/no/such")
         with pytest.raises(NotFoundError):
-            chunks = ChunkList(CHUNK, path="/no/such")
             await client.open("image", [RemoteSpec(good.source, len(blob), good.digest, chunks)])
         await client.open("image", [good])
 
@@ -335,7 +335,7 @@ def test_trace_is_recorded_and_prefetched(tmp_path: Path) -> None:
     places = [3 << 20, 64 << 10, 1 << 20, SIZE // 2 + (1 << 20)]
 
     async def body(server: Blockd, client: BlockClient) -> None:
-        with range_server.serve(blob) as (url, behaviour):
+        with range_server.serve(blob) as (url, _):
             layer = spec(blob, HttpSpec(url))
             path = str(server.images / "first")
             await client.open("first", [layer], record=100)

@@ -14,11 +14,11 @@ import uvloop
 
 from aenv.errors import ConflictError, InvalidInputError, NotFoundError, VmmError
 from aenv.vmm import qemu
-from aenv.vmm.base import Disk, VmmKind, VmState
+from aenv.vmm.base import Disk, MemoryMap, VmmKind, VmState
 from aenv.vmm.qemu import QemuVmm
 from aenv.vmm.qemu_command import SERIAL_RING
 from aenv.vmm.spawn import process_start_time, processes_in
-from tests.vmm.guest import Guest, console, killed, load, new_disk, prepared, write_command
+from tests.vmm.guest import MEMORY_MIB, Guest, console, killed, load, new_disk, prepared, write_command
 
 pytestmark = pytest.mark.vm
 
@@ -281,6 +281,36 @@ def test_bad_device_state_is_an_error(guest: Guest, tmp_path: Path, damage: str)
         async with killed(await prepared(guest, tmp_path / "run")) as vm:
             with pytest.raises(VmmError):
                 await load(vm, tmp_path / "state", new_disk(tmp_path / "disk"))
+
+    asyncio.run(main())
+
+
+def test_disk_whose_server_hangs_holds_up_nobody(guest: Guest, tmp_path: Path):
+    """A FIFO stands for it: opening one waits for the other end. Nor is anything left when the caller gives up."""
+
+    async def main() -> None:
+        os.mkfifo(tmp_path / "fifo")
+        before = len(os.listdir("/proc/self/fd"))
+        async with killed(await prepared(guest, tmp_path / "run")) as vm:
+            hanging = MemoryMap.whole(tmp_path / "fifo", MEMORY_MIB << 20)
+            # More than the loop's own threads, which are still there afterwards.
+            calls = [asyncio.create_task(vm.map_memory(hanging)) for _ in range(40)]
+            await asyncio.sleep(0)
+            await load(vm, guest.state, new_disk(tmp_path / "disk", "ALIVE"))
+            await asyncio.to_thread(lambda: None)
+            assert not any(call.done() for call in calls)
+            for call in calls:
+                call.cancel()
+            assert all(
+                isinstance(e, asyncio.CancelledError) for e in await asyncio.gather(*calls, return_exceptions=True)
+            )
+            late = os.open(tmp_path / "fifo", os.O_WRONLY)  # now all of them open
+            await vm.resume()
+            await console(vm, "ALIVE")
+            os.close(late)
+        async with asyncio.timeout(30):
+            while len(os.listdir("/proc/self/fd")) > before:
+                await asyncio.sleep(0.01)  # until the last thread has closed what it got
 
     asyncio.run(main())
 
