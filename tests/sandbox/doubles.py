@@ -563,8 +563,9 @@ async def rehome(vm: FakeVm, stats: CaptureStats, content: MemoryMap) -> int:
 
 
 async def compact(layers: Sequence[Path], out: Path, *, below: bool) -> None:
+    content = merged([content_of(layer) for layer in layers])
     with out.open("x") as file:
-        json.dump(merged([content_of(layer) for layer in layers]), file)
+        json.dump(content, file)
 
 
 def require_boot_files(manifest: object) -> None:
