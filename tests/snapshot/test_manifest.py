@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from aenv.errors import InvalidInputError, NotFoundError, UnavailableError
@@ -32,8 +33,8 @@ def manifest(tmp_path: Path) -> Manifest:
         kernel=BootFile.of(tmp_path / "vmlinuz"),
         initrd=BootFile.of(tmp_path / "initrd"),
         cmdline="console=ttyS0",
-        memory=["memory"],
-        disk=Disk("disk", "raw", 1 << 30),
+        memory=["m1.lsmt", "m2.lsmt"],
+        disk=Disk(["d1.lsmt"], 1 << 30),
         context=Context(env={"A": "ü"}, user="user", workdir="/home/user", start_cmd="run"),
     )
 
@@ -43,6 +44,15 @@ def test_round_trip(manifest: Manifest, tmp_path: Path):
     assert Manifest.load(tmp_path) == manifest
     assert manifest.machine == Machine(2, 512, tmp_path / "vmlinuz", tmp_path / "initrd", "console=ttyS0")
     assert sorted(os.listdir(tmp_path)) == ["initrd", MANIFEST_NAME, "vmlinuz"]
+
+
+def test_a_snapshot_of_a_file_system_has_neither_memory_nor_state(manifest: Manifest, tmp_path: Path):
+    changes: dict[str, Any] = {"kind": SnapshotKind.SNAPSHOT, "parent": "base", "sandbox": "i1"}
+    for more in ({}, {"memory": [], "state": None}):
+        snapshot = msgspec.structs.replace(manifest, **changes, **more)
+        snapshot.save(tmp_path)
+        assert Manifest.load(tmp_path) == snapshot
+        assert snapshot.version == 2
 
 
 def test_saving_replaces_in_one_step(manifest: Manifest, tmp_path: Path, monkeypatch):
@@ -62,13 +72,18 @@ def test_saving_replaces_in_one_step(manifest: Manifest, tmp_path: Path, monkeyp
 @pytest.mark.parametrize(
     ("path", "value", "field"),
     [
-        ("version", 2, "manifest.version"),
+        ("version", 1, "manifest.version"),
+        ("version", 3, "manifest.version"),
         ("id", "../x", "manifest.id"),
         ("id", "", "manifest.id"),
         ("build_id", "a/b", "manifest.build_id"),
         ("kind", "other", "manifest.kind"),
-        ("kind", "paused", "manifest.parent"),
+        ("kind", "paused", "manifest.kind"),
+        ("kind", "snapshot", "manifest.parent"),
         ("parent", "base", "manifest.parent"),
+        ("parent", "../x", "manifest.parent"),
+        ("sandbox", "i1", "manifest.sandbox"),
+        ("sandbox", "a/b", "manifest.sandbox"),
         ("created", "now", "manifest.created"),
         ("created", -1, "manifest.created"),
         ("vmm_kind", "xen", "manifest.vmm_kind"),
@@ -77,15 +92,24 @@ def test_saving_replaces_in_one_step(manifest: Manifest, tmp_path: Path, monkeyp
         ("vcpus", True, "manifest.vcpus"),
         ("memory_mib", -5, "manifest.memory_mib"),
         ("memory_mib", 10**12, "manifest.memory_mib"),
-        ("memory", [], "manifest.memory"),
+        ("memory", [], "manifest.state"),
+        ("memory", "m1.lsmt", "manifest.memory"),
+        ("memory", ["m1.lsmt", "m1.lsmt"], "manifest.memory"),
+        ("memory", [f"m{n}" for n in range(256)], "manifest.memory"),
+        ("memory", ["m1.lsmt", 5], "manifest.memory[1]"),
         ("memory", ["../../etc/passwd"], "manifest.memory[0]"),
         ("memory", [".."], "manifest.memory[0]"),
         ("state", "/etc/passwd", "manifest.state"),
+        ("state", None, "manifest.state"),
         ("kernel.path", "relative", "manifest.kernel.path"),
         ("kernel.sha256", "ABC", "manifest.kernel.sha256"),
         ("initrd.path", "/a\0b", "manifest.initrd.path"),
-        ("disk.name", "a/b", "manifest.disk.name"),
-        ("disk.format", "vmdk", "manifest.disk.format"),
+        ("disk.layers", [], "manifest.disk.layers"),
+        ("disk.layers", ["a/b"], "manifest.disk.layers[0]"),
+        ("disk.layers", ["d1.lsmt", "."], "manifest.disk.layers[1]"),
+        ("disk.layers", ["d", "d"], "manifest.disk.layers"),
+        ("disk.layers", [f"d{n}" for n in range(256)], "manifest.disk.layers"),
+        ("disk.format", "raw", "manifest.disk"),
         ("disk.size", 100, "manifest.disk.size"),
         ("disk.size", 0, "manifest.disk.size"),
         ("disk", None, "manifest.disk"),

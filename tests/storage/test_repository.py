@@ -7,12 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from aenv.errors import ConflictError, InvalidInputError, NotFoundError
+from aenv.snapshot.checkpoint import own_bytes
 from aenv.snapshot.manifest import SnapshotKind
 from aenv.storage.repository import NAMES_FILE, Repository, split_name
-from tests.storage.templates import committed, manifest, staged
+from tests.storage.templates import committed, manifest, snapshot_of, staged
 
 ROOT = Path(__file__).parents[2]
 
@@ -39,8 +41,11 @@ def test_a_template_is_found_by_id_and_by_its_names(repository: Repository, fold
         assert again(repository).find(text) == template
     assert template.names == ("base", "base:v1", "team/tools")
     assert template.title == "base"
-    assert template.memory.read_bytes() == template.disk.read_bytes() == template.state.read_bytes() == b"x"
-    assert template.disk_size == 1 << 20
+    checkpoint = template.checkpoint
+    assert checkpoint.files == {"state", *template.manifest.memory, *template.manifest.disk.layers}
+    files = [*checkpoint.memory_layers, *checkpoint.disk_layers, checkpoint.state_file]
+    assert [path.read_bytes() for path in files if path is not None] == [b"{}"] * 3
+    assert template.disk_size == checkpoint.disk_size == 1 << 20
     with pytest.raises(NotFoundError):
         repository.find("base:v2")
 
@@ -76,9 +81,6 @@ def test_commit_takes_only_a_whole_template(repository: Repository, folder: Path
     empty.mkdir()
     with pytest.raises(NotFoundError):
         repository.commit(empty)
-    paused = staged(folder, kind=SnapshotKind.PAUSED, parent="other")
-    with pytest.raises(InvalidInputError, match=r"manifest\.id"):
-        repository.commit(paused)
     with pytest.raises(InvalidInputError, match=r"manifest\.id"):
         repository.commit(staged(folder, identity="UPPER"))
     assert again(repository).templates() == []
@@ -91,7 +93,7 @@ def test_an_id_is_taken_once(repository: Repository, folder: Path) -> None:
             repository.commit(staged(folder, identity="t1"), names)
     # A directory that appears between the check and the move is not overwritten either.
     (folder / "templates/t2").mkdir()
-    (folder / "templates/t2/memory").touch()
+    (folder / "templates/t2/layer").touch()
     with pytest.raises(ConflictError):
         repository.commit(staged(folder, identity="t2"))
 
@@ -115,7 +117,7 @@ def test_delete_forgets_names_and_files_and_is_final(repository: Repository, fol
 def test_what_a_killed_delete_left_is_removed_by_the_next(repository: Repository, folder: Path) -> None:
     half = folder / "templates/.deleted-tdead"
     half.mkdir()
-    (half / "memory").touch()
+    (half / "layer").touch()
     assert repository.templates() == []
     repository.delete(committed(repository, folder))
     assert not half.exists()
@@ -197,6 +199,79 @@ def test_names_lead_nowhere_else(repository: Repository, folder: Path, target: s
     (folder / "templates" / NAMES_FILE).write_text(f'{{"base": "{target}"}}')
     with pytest.raises(NotFoundError):
         repository.find("base")
+
+
+def test_snapshots_lie_beside_templates_and_take_no_names_from_them(repository: Repository, folder: Path) -> None:
+    base = committed(repository, folder, "base", created=1.0)
+    first = committed(repository, folder, "mine", created=2.0, **snapshot_of(base))
+    assert first.kind is SnapshotKind.SNAPSHOT
+    assert again(repository).find("mine") == first
+    repository.check_snapshot_name("mine")
+    for name in ("base", "base:default"):
+        with pytest.raises(ConflictError, match="template"):
+            repository.check_snapshot_name(name)
+        source = staged(folder, **snapshot_of(base))
+        with pytest.raises(ConflictError, match="template"):
+            repository.commit(source, ["free", name])
+        assert source.exists()
+    with pytest.raises(NotFoundError):
+        repository.find("free")
+    second = committed(repository, folder, "mine", created=3.0, **snapshot_of(first))
+    assert (repository.find("mine").id, repository.find(first.id).names) == (second.id, ())
+    template = committed(repository, folder, "mine", created=4.0)  # a template may take it
+    assert repository.find("mine").id == template.id
+    repository.delete(template)
+    repository.check_snapshot_name("mine")
+    (folder / "templates" / NAMES_FILE).write_text('{"nowhere": "tgone"}')
+    repository.check_snapshot_name("nowhere")
+    with pytest.raises(InvalidInputError):
+        repository.check_snapshot_name("../x")
+
+
+def test_deleting_a_snapshot_leaves_the_layers_of_others(repository: Repository, folder: Path) -> None:
+    base = committed(repository, folder)
+    source = folder / "descendant"
+    source.mkdir()
+    base.checkpoint.link_into(source)
+    made = manifest("tsnap", **snapshot_of(base, memory=[*base.manifest.memory, "m2.lsmt"], disk=base.manifest.disk))
+    (source / "m2.lsmt").write_bytes(b"m2")
+    made.save(source)
+    snapshot = repository.commit(source)
+    assert own_bytes(base.directory, base.manifest.memory) == 0  # both have it
+    repository.delete(base)
+    assert [path.read_bytes() for path in snapshot.checkpoint.memory_layers] == [b"{}", b"m2"]
+    assert own_bytes(snapshot.directory, snapshot.manifest.memory) > 0
+
+
+def test_replace_changes_the_layers_in_one_step(repository: Repository, folder: Path) -> None:
+    template = committed(repository, folder, "base", memory=["m1.lsmt", "m2.lsmt"])
+    observer = again(repository)
+    merged = msgspec.structs.replace(template.manifest, memory=["merged.lsmt"])
+    (template.directory / "merged.lsmt").write_bytes(b"merged")
+    new = repository.replace(template, merged)
+    assert new == repository.find("base") == observer.find("base") == again(repository).find("base")
+    assert sorted(p.name for p in template.directory.iterdir()) == sorted(["manifest.json", *new.checkpoint.files])
+    assert new.checkpoint.memory_layers[0].read_bytes() == b"merged"
+    repository.delete(new)
+    with pytest.raises(NotFoundError):
+        repository.replace(new, merged)
+
+
+def test_a_replacement_that_cannot_be_written_changes_nothing(
+    repository: Repository, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = committed(repository, folder, "base")
+    merged = msgspec.structs.replace(template.manifest, memory=["merged.lsmt"])
+
+    def fail(fd: int) -> None:
+        raise OSError("disk failure")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fail)
+        with pytest.raises(OSError, match="disk failure"):
+            repository.replace(template, merged)
+    assert repository.find("base") == again(repository).find("base") == template
+    assert all(path.exists() for path in template.checkpoint.memory_layers)
 
 
 WORKER = """
