@@ -80,6 +80,10 @@ class FuseFront:
     def path(self, name: str) -> str:
         return os.path.join(self._mount.directory, name)
 
+    def shows(self, path: str) -> bool:
+        """Whether `path` is one of the files, by its name: a look at it could wait for ourselves."""
+        return os.path.dirname(os.path.normpath(path)) == self._mount.directory
+
     async def opens(self) -> dict[str, int]:
         return {name: self._mount.opens(name) for name in self._names}
 

@@ -172,6 +172,8 @@ class Images:
         for layer in layers:
             if isinstance(layer, str):
                 absolute("layers", layer)
+                if self._fuse.shows(layer):  # after a restart it could not be opened before we answer
+                    raise InvalidInputError("layers", f"{layer} is an image of this server")
         if not 0 <= record <= MOST_ENTRIES:
             raise InvalidInputError("record", f"{record} chunks")
         trace = None
