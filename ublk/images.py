@@ -124,6 +124,8 @@ class Images:
             await self._serve(state, seals)
         except AenvError as error:
             log.error("image %s cannot be opened again: %s", state.image, error)
+            if state.front_end == "ublk" and self._ublk is not None:
+                await self._ublk.abandon(state)
             self._lost[state.image] = UnavailableError(
                 f"image {state.image}: could not be opened again: {error}", hint=error.hint
             )
