@@ -80,6 +80,10 @@ class FuseFront:
     def path(self, name: str) -> str:
         return os.path.join(self._mount.directory, name)
 
+    def shows(self, path: str) -> bool:
+        """Whether `path` is one of the files, by its name: a look at it could wait for ourselves."""
+        return os.path.dirname(os.path.normpath(path)) == self._mount.directory
+
     async def opens(self) -> dict[str, int]:
         return {name: self._mount.opens(name) for name in self._names}
 
@@ -124,15 +128,17 @@ class UblkFront:
         self._refill()
 
     async def _take_over(self, number: int, image: Image) -> Device:
-        try:
-            device = await asyncio.to_thread(self._control.recover, number, image)
-            if self._control.can_resize:  # the dead server may have been about to do it
-                await asyncio.to_thread(device.resized)
-        except AenvError:
-            with contextlib.suppress(AenvError):  # whoever waits for it gets errors, instead of waiting for ever
-                await asyncio.to_thread(self._control.delete, number)
-            raise
+        device = await asyncio.to_thread(self._control.recover, number, image)
+        if self._control.can_resize:  # the dead server may have been about to do it
+            await asyncio.to_thread(device.resized)
         return device
+
+    async def abandon(self, state: ImageState) -> None:
+        """The image of a dead server's device cannot be opened: whoever waits for it gets errors, in place of waiting
+        for ever."""
+        if state.device is not None:
+            with contextlib.suppress(AenvError):  # it is gone already
+                await asyncio.to_thread(self._control.delete, state.device)
 
     def _refill(self) -> None:
         if self._refilling is None or self._refilling.done():

@@ -124,6 +124,8 @@ class Images:
             await self._serve(state, seals)
         except AenvError as error:
             log.error("image %s cannot be opened again: %s", state.image, error)
+            if state.front_end == "ublk" and self._ublk is not None:
+                await self._ublk.abandon(state)
             self._lost[state.image] = UnavailableError(
                 f"image {state.image}: could not be opened again: {error}", hint=error.hint
             )
@@ -172,6 +174,8 @@ class Images:
         for layer in layers:
             if isinstance(layer, str):
                 absolute("layers", layer)
+                if self._fuse.shows(layer):  # after a restart it could not be opened before we answer
+                    raise InvalidInputError("layers", f"{layer} is an image of this server")
         if not 0 <= record <= MOST_ENTRIES:
             raise InvalidInputError("record", f"{record} chunks")
         trace = None

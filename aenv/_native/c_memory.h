@@ -1,13 +1,13 @@
 /* Guest memory in another process, and memory layers: sealed overlaybd LSMT files of page-aligned segments.
  *
  * c_memory_scan.c     which pages a process has written to its private mapping
- * c_memory_layer.c    the file format: header, index and trailer, read (with all checks) and written
+ * c_memory_layer.c    the file format: header, index and trailer
  * c_memory_parent.c   what the guest's memory was before
+ * c_memory_room.c     page cache for a layer, made ahead
  * c_memory_capture.c  dirty pages of a process into a new layer
  * c_memory_home.c     mappings that make written pages pages of files again
- * c_memory_apply.c    a layer into a process, layers into a raw image
  *
- * All functions return 0, or -1 with *why filled: `error` is an errno, or 0 when a layer is not valid.
+ * All functions return 0, or -1 with *why filled: `error` is an errno, or 0 when a parent is not valid.
  */
 #ifndef AENV_MEMORY_H
 #define AENV_MEMORY_H
@@ -111,16 +111,18 @@ int memory_layer_write_header(int fd, uint64_t virtual_size, const char *uuid, s
 /* Sorts and joins the segments, writes index and trailer at `data_end`; sets *file_bytes. */
 int memory_layer_seal(int fd, uint64_t virtual_size, const char *uuid, uint64_t data_end, struct memory_segments *list,
                       uint64_t *file_bytes, struct memory_failure *why);
-/* Reads the index of a sealed layer for a memory of `virtual_size` bytes and checks every field. */
-int memory_layer_read(int fd, uint64_t virtual_size, struct memory_segments *out, struct memory_failure *why);
+
+/* The beginning of a file, mapped; without `map` there is none. */
+struct memory_room {
+  char *map;
+  uint64_t length;
+};
+int memory_room_make(int fd, uint64_t length, int threads, struct memory_room *room, struct memory_failure *why);
+void memory_room_free(struct memory_room *room);
 
 /* `pieces` gets what was written, stored or not; its items are for free(). */
 int memory_capture(pid_t pid, const struct memory_region *regions, int count, uint64_t virtual_size,
-                   const struct memory_parent *parent, int out_fd, int threads, int use_ioctl, const char *uuid,
-                   struct memory_pieces *pieces, struct memory_stats *stats, struct memory_failure *why);
-int memory_apply(int layer_fd, pid_t pid, const struct memory_region *regions, int count, uint64_t virtual_size,
-                 int threads, uint64_t *pages, struct memory_failure *why);
-int memory_write_image(const int *layer_fds, int layers, int parent_fd, int out_fd, uint64_t virtual_size,
-                       struct memory_failure *why);
-
+                   const struct memory_parent *parent, int out_fd, const struct memory_room *room, int threads,
+                   int use_ioctl, const char *uuid, struct memory_pieces *pieces, struct memory_stats *stats,
+                   struct memory_failure *why);
 #endif

@@ -1,17 +1,22 @@
 /* Dirty pages of a stopped guest into a new layer. Workers take batches of pages, read them from the other process,
- * leave out what the parent already says, and write the rest where an atomic counter tells them to: data in the
- * file has no order, the index is sorted at the end.
+ * leave out what the parent already says, and put the rest where an atomic counter tells them to: data in the file has
+ * no order, the index is sorted at the end.
+ *
+ * As far as room was made ahead in the file, pages are read straight into it: the kernel copies them once, and reports
+ * an error of the file system where a store of ours would be a SIGBUS. The rest goes through a buffer.
  */
 #define _GNU_SOURCE
 #include "c_memory.h"
 
 #include <errno.h>
+#include <fcntl.h>
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/uio.h>
+#include <unistd.h>
 
 #define DATA_START 4096u
 
@@ -19,6 +24,7 @@ struct job {
   pid_t pid;
   int out_fd;
   const struct memory_parent *parent;
+  const struct memory_room *room;
   const struct memory_pieces *pieces;
   _Atomic uint64_t next_byte; /* end of the data in the file so far */
   pthread_mutex_t lock;       /* over all below */
@@ -32,7 +38,8 @@ struct worker {
   pthread_t thread;
   struct memory_segments segments;
   struct memory_stats stats;
-  char *pages, *parent; /* a batch each */
+  char *buffer, *parent; /* a batch each */
+  char *pages;           /* the batch: in the buffer or in the room */
   uint32_t numbers[BATCH_PAGES]; /* guest page of each page of the batch */
   uint8_t zero[BATCH_PAGES], known[BATCH_PAGES]; /* is it zeros, and what is known of the parent's page */
 };
@@ -109,6 +116,39 @@ static int choose(struct worker *w, int pages, uint32_t *kept) {
   return stored;
 }
 
+/* A place in the room for a whole batch; 0 when it is full. */
+static uint64_t claim(struct job *job, uint64_t length) {
+  uint64_t at = job->next_byte;
+  if (!job->room->map) return 0;
+  do {
+    if (at + length > job->room->length) return 0;
+  } while (!atomic_compare_exchange_weak(&job->next_byte, &at, at + length));
+  return at;
+}
+
+/* The end of a claim that was not needed. Behind another claim it becomes a hole; if that fails it only costs space. */
+static void give_back(struct job *job, uint64_t begin, uint64_t end) {
+  uint64_t expected = end;
+  if (begin == end || atomic_compare_exchange_strong(&job->next_byte, &expected, begin)) return;
+  (void)fallocate(job->out_fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, (off_t)begin, (off_t)(end - begin));
+}
+
+static int note(struct worker *w, const uint32_t *kept, int count, uint64_t at, struct memory_failure *why) {
+  for (int i = 0; i < count; i++)
+    if (add_page(w, w->numbers[kept[i]], at / SECTOR_BYTES + (uint64_t)i * PAGE_SECTORS, 0) < 0)
+      return memory_fail(why, ENOMEM, "index");
+  return 0;
+}
+
+/* The batch lies in the room from `at` on: move together what is kept. */
+static int keep(struct worker *w, const uint32_t *kept, int count, int pages, uint64_t at, struct memory_failure *why) {
+  for (int i = 0; i < count; i++)
+    if (kept[i] != (uint32_t)i)
+      memcpy(w->pages + (size_t)i * PAGE_BYTES, w->pages + (size_t)kept[i] * PAGE_BYTES, PAGE_BYTES);
+  give_back(w->job, at + (uint64_t)count * PAGE_BYTES, at + (uint64_t)pages * PAGE_BYTES);
+  return note(w, kept, count, at, why);
+}
+
 static int store(struct worker *w, const uint32_t *kept, int count, struct memory_failure *why) {
   struct iovec parts[BATCH_PAGES];
   uint64_t at = atomic_fetch_add(&w->job->next_byte, (uint64_t)count * PAGE_BYTES);
@@ -119,9 +159,8 @@ static int store(struct worker *w, const uint32_t *kept, int count, struct memor
       parts[used - 1].iov_len += PAGE_BYTES;
     else
       parts[used++] = (struct iovec){page, PAGE_BYTES};
-    if (add_page(w, w->numbers[kept[i]], at / SECTOR_BYTES + (uint64_t)i * PAGE_SECTORS, 0) < 0)
-      return memory_fail(why, ENOMEM, "index");
   }
+  if (note(w, kept, count, at, why) < 0) return -1;
   size_t length = (size_t)count * PAGE_BYTES;
   ssize_t n = pwritev(w->job->out_fd, parts, used, (off_t)at);
   if (n == (ssize_t)length) return 0;
@@ -136,10 +175,15 @@ static int store(struct worker *w, const uint32_t *kept, int count, struct memor
 
 static int handle_batch(struct worker *w, size_t first, size_t end, struct memory_failure *why) {
   uint32_t kept[BATCH_PAGES];
+  uint64_t length = 0;
+  for (size_t i = first; i < end; i++) length += (uint64_t)w->job->pieces->items[i].count * PAGE_BYTES;
+  uint64_t at = claim(w->job, length);
+  w->pages = at ? w->job->room->map + at : w->buffer;
   int pages = read_batch(w, first, end, why);
   if (pages < 0) return -1;
   int count = choose(w, pages, kept);
   if (count < 0) return memory_fail(why, ENOMEM, "index");
+  if (at) return keep(w, kept, count, pages, at, why);
   return count ? store(w, kept, count, why) : 0;
 }
 
@@ -159,9 +203,9 @@ static char *new_batch(void) {
 }
 
 static int make_buffers(struct worker *w) {
-  w->pages = new_batch();
+  w->buffer = new_batch();
   w->parent = new_batch();
-  return w->pages && w->parent ? 0 : -1;
+  return w->buffer && w->parent ? 0 : -1;
 }
 
 /* The calling thread is the first worker; a thread that cannot be had is done without. */
@@ -202,16 +246,19 @@ static int capture(struct job *job, struct worker *workers, int threads, uint64_
   if (result == 0) result = memory_layer_write_header(job->out_fd, virtual_size, uuid, why);
   if (result == 0)
     result = memory_layer_seal(job->out_fd, virtual_size, uuid, job->next_byte, &all, &stats->file_bytes, why);
+  if (result == 0 && ftruncate(job->out_fd, (off_t)stats->file_bytes) < 0) /* the rest of the room */
+    result = memory_fail(why, errno, "cut the layer");
   stats->segments = all.count;
   free(all.items);
   return result;
 }
 
 int memory_capture(pid_t pid, const struct memory_region *regions, int count, uint64_t virtual_size,
-                   const struct memory_parent *parent, int out_fd, int threads, int use_ioctl, const char *uuid,
-                   struct memory_pieces *pieces, struct memory_stats *stats, struct memory_failure *why) {
-  struct job job = {
-      .pid = pid, .parent = parent, .out_fd = out_fd, .pieces = pieces, .lock = PTHREAD_MUTEX_INITIALIZER};
+                   const struct memory_parent *parent, int out_fd, const struct memory_room *room, int threads,
+                   int use_ioctl, const char *uuid, struct memory_pieces *pieces, struct memory_stats *stats,
+                   struct memory_failure *why) {
+  struct job job = {.pid = pid, .parent = parent, .out_fd = out_fd, .room = room, .pieces = pieces,
+                    .lock = PTHREAD_MUTEX_INITIALIZER};
   job.next_byte = DATA_START;
   memset(stats, 0, sizeof *stats);
   memset(pieces, 0, sizeof *pieces);
@@ -220,7 +267,7 @@ int memory_capture(pid_t pid, const struct memory_region *regions, int count, ui
   if (result == 0 && !workers) result = memory_fail(why, ENOMEM, "workers");
   if (result == 0) result = capture(&job, workers, threads, virtual_size, uuid, stats, why);
   for (int i = 0; workers && i < threads; i++) {
-    if (workers[i].pages) munmap(workers[i].pages, BATCH_PAGES * PAGE_BYTES);
+    if (workers[i].buffer) munmap(workers[i].buffer, BATCH_PAGES * PAGE_BYTES);
     if (workers[i].parent) munmap(workers[i].parent, BATCH_PAGES * PAGE_BYTES);
     free(workers[i].segments.items);
   }

@@ -1,5 +1,5 @@
-/* The LSMT file format (overlaybd), as far as memory needs it: header 4096 | data | index | trailer 4096, all numbers
- * little-endian (this code runs on little-endian machines only).
+/* Writing an LSMT layer (overlaybd) whose data is in no order: header 4096 | data | index | trailer 4096, all numbers
+ * little-endian (this code runs on little-endian machines only). c_lsmt_layer.c reads it.
  */
 #define _GNU_SOURCE
 #include "c_memory.h"
@@ -8,7 +8,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/stat.h>
 
 _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the layer format is little-endian");
 
@@ -122,68 +121,4 @@ int memory_layer_seal(int fd, uint64_t virtual_size, const char *uuid, uint64_t 
   uint64_t trailer = data_end + padded * sizeof *entries;
   *file_bytes = trailer + BLOCK_BYTES;
   return write_block(fd, trailer, block, uuid, why);
-}
-
-static int read_block(int fd, uint64_t at, const char *name, uint32_t flags, struct block *block,
-                      struct memory_failure *why) {
-  if (memory_read_at(fd, block, sizeof *block, at) < 0) return memory_fail(why, errno, "read %s", name);
-  if (memcmp(block->magic, MAGIC, sizeof MAGIC) != 0) return memory_fail(why, 0, "%s.magic: not a layer", name);
-  uint32_t mask = FLAG_HEADER | FLAG_DATA | (flags & FLAG_SEALED);
-  if ((block->flags & mask) != flags) return memory_fail(why, 0, "%s.flags: 0x%x is unexpected", name, block->flags);
-  if (block->version != 1) return memory_fail(why, 0, "%s.version: %u is unknown", name, block->version);
-  return 0;
-}
-
-static int check_segment(const struct memory_segment *s, uint64_t number, uint64_t after, uint64_t sectors,
-                         uint64_t data_end, struct memory_failure *why) {
-  unsigned long long n = number;
-  if (s->length == 0 || s->length % PAGE_SECTORS || s->offset % PAGE_SECTORS)
-    return memory_fail(why, 0, "index[%llu]: not made of whole pages", n);
-  if (s->offset < after) return memory_fail(why, 0, "index[%llu].offset: overlaps or is out of order", n);
-  if (s->offset + s->length > sectors) return memory_fail(why, 0, "index[%llu].offset: beyond the memory", n);
-  uint64_t mapped_end = s->mapped + (s->zero ? 0 : s->length);
-  if (s->mapped < BLOCK_BYTES / SECTOR_BYTES || mapped_end > data_end)
-    return memory_fail(why, 0, "index[%llu].moffset: outside the data", n);
-  return 0;
-}
-
-static int take_entries(const struct entry *entries, uint64_t count, uint64_t virtual_size, uint64_t data_end,
-                        struct memory_segments *out, struct memory_failure *why) {
-  uint64_t after = 0;
-  for (uint64_t i = 0; i < count; i++) {
-    const struct entry *e = &entries[i];
-    if (e->offset == INVALID_OFFSET && e->length == 0) continue;
-    /* Out of the bit fields before any arithmetic: sums of 50-bit fields wrap at 50 bits. */
-    struct memory_segment s = {.offset = e->offset, .mapped = e->mapped, .length = e->length, .zero = e->zero};
-    if (check_segment(&s, i, after, virtual_size / SECTOR_BYTES, data_end, why) < 0) return -1;
-    after = s.offset + s.length;
-    if (memory_segments_add(out, s) < 0) return memory_fail(why, ENOMEM, "index");
-  }
-  return 0;
-}
-
-int memory_layer_read(int fd, uint64_t virtual_size, struct memory_segments *out, struct memory_failure *why) {
-  struct stat status;
-  struct block header, trailer;
-  if (fstat(fd, &status) < 0) return memory_fail(why, errno, "stat layer");
-  uint64_t size = (uint64_t)status.st_size;
-  if (size < 2 * BLOCK_BYTES) return memory_fail(why, 0, "size: %llu bytes is too short", (unsigned long long)size);
-  if (read_block(fd, 0, "header", FLAG_HEADER | FLAG_DATA, &header, why) < 0) return -1;
-  if (read_block(fd, size - BLOCK_BYTES, "trailer", FLAG_DATA | FLAG_SEALED, &trailer, why) < 0) return -1;
-  if (trailer.virtual_size != virtual_size)
-    return memory_fail(why, 0, "trailer.virtual_size: %llu, the memory has %llu bytes",
-                       (unsigned long long)trailer.virtual_size, (unsigned long long)virtual_size);
-  uint64_t at = trailer.index_offset, count = trailer.index_size, end = size - BLOCK_BYTES;
-  if (count > INDEX_LIMIT) return memory_fail(why, 0, "trailer.index_size: %llu is too many", (unsigned long long)count);
-  if (at < BLOCK_BYTES || at % SECTOR_BYTES || at > end || end - at < count * sizeof(struct entry))
-    return memory_fail(why, 0, "trailer.index_offset: the index is not inside the file");
-  struct entry *entries = malloc(count ? count * sizeof *entries : 1);
-  if (!entries) return memory_fail(why, ENOMEM, "index");
-  int result = memory_read_at(fd, entries, count * sizeof *entries, at);
-  if (result < 0)
-    memory_fail(why, errno, "read index");
-  else
-    result = take_entries(entries, count, virtual_size, at / SECTOR_BYTES, out, why);
-  free(entries);
-  return result;
 }

@@ -39,6 +39,8 @@ static int open_file(struct memory_parent_file *file, int fd, int number, struct
     file->kind = ZEROS;
     return 0;
   }
+  /* A read that does not wait starts one in the background: of no more than it asks for. */
+  (void)posix_fadvise(fd, 0, 0, POSIX_FADV_RANDOM);
   if (preadv2(fd, &vector, 1, 0, RWF_NOWAIT) >= 0 || errno == EAGAIN) return 0;
   file->kind = SERVED;
   file->map = mmap(NULL, file->size, PROT_READ, MAP_SHARED, fd, 0);

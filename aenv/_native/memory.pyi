@@ -3,7 +3,7 @@ from typing import TypedDict
 NO_UUID: str
 MEMORY_LIMIT: int
 
-class LayerError(ValueError): ...
+class ParentError(ValueError): ...
 
 class Stats(TypedDict):
     dirty_pages: int
@@ -15,6 +15,12 @@ class Stats(TypedDict):
 
 Region = tuple[int, int, int]
 
+class Room:
+    def __init__(self, fd: int, size: int, *, threads: int = 2) -> None: ...
+    @property
+    def length(self) -> int: ...
+    def close(self) -> None: ...
+
 def capture(
     pid: int,
     regions: list[Region],
@@ -23,6 +29,7 @@ def capture(
     parent_extents: bytes,
     out_fd: int,
     *,
+    room: Room | None = None,
     threads: int = 2,
     uuid: str = ...,
     scan_by_ioctl: bool = True,
@@ -32,6 +39,3 @@ def written_bytes(pid: int, regions: list[Region], size: int) -> int: ...
 def pages(
     pid: int, regions: list[Region], size: int, *, written: bool, scan_by_ioctl: bool = True
 ) -> list[tuple[int, int]]: ...
-def apply(layer_fd: int, pid: int, regions: list[Region], size: int, *, threads: int = 2) -> int: ...
-def write_image(layer_fds: list[int], size: int, parent_fd: int, out_fd: int) -> None: ...
-def segments(layer_fd: int, size: int) -> list[tuple[int, int, int | None]]: ...

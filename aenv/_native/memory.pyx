@@ -1,7 +1,7 @@
-"""Cython shell of c_memory*.c: guest memory of another process, and memory layers. All work is done without the GIL."""
+"""Cython shell of c_memory*.c: guest memory of another process into layers. All work is done without the GIL."""
 
 from cpython.bytes cimport PyBytes_FromStringAndSize
-from libc.stdint cimport uint8_t, uint32_t, uint64_t
+from libc.stdint cimport uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memset
 from posix.types cimport pid_t
@@ -12,7 +12,6 @@ import os
 cdef extern from "c_memory.h" nogil:
     enum:
         PAGE_BYTES
-        SECTOR_BYTES
         MAX_THREADS
 
     struct memory_failure:
@@ -23,17 +22,6 @@ cdef extern from "c_memory.h" nogil:
         uint64_t address
         uint64_t guest_offset
         uint64_t length
-
-    struct memory_segment:
-        uint64_t offset
-        uint64_t mapped
-        uint32_t length
-        uint8_t zero
-
-    struct memory_segments:
-        memory_segment *items
-        size_t count
-        size_t capacity
 
     struct memory_stats:
         uint64_t dirty_pages
@@ -71,20 +59,19 @@ cdef extern from "c_memory.h" nogil:
         memory_parent *parent, const int *fds, int files, const memory_extent *extents, size_t count,
         uint64_t virtual_size, memory_failure *why)
     void memory_parent_close(memory_parent *parent)
+    struct memory_room:
+        char *map
+        uint64_t length
+    int memory_room_make(int fd, uint64_t length, int threads, memory_room *room, memory_failure *why)
+    void memory_room_free(memory_room *room)
     int memory_runs(const memory_pieces *pieces, memory_run **runs, size_t *count)
     int memory_home(
         const memory_run *runs, size_t run_count, const memory_extent *content, size_t count, size_t limit,
         memory_extent **extents, size_t *found, memory_failure *why)
-    int memory_layer_read(int fd, uint64_t virtual_size, memory_segments *out, memory_failure *why)
     int memory_capture(
         pid_t pid, const memory_region *regions, int count, uint64_t virtual_size, const memory_parent *parent,
-        int out_fd, int threads, int use_ioctl, const char *uuid, memory_pieces *pieces, memory_stats *stats,
-        memory_failure *why)
-    int memory_apply(
-        int layer_fd, pid_t pid, const memory_region *regions, int count, uint64_t virtual_size, int threads,
-        uint64_t *pages, memory_failure *why)
-    int memory_write_image(
-        const int *layer_fds, int layers, int parent_fd, int out_fd, uint64_t virtual_size, memory_failure *why)
+        int out_fd, const memory_room *room, int threads, int use_ioctl, const char *uuid, memory_pieces *pieces,
+        memory_stats *stats, memory_failure *why)
 
 
 NO_UUID = "00000000-0000-0000-0000-000000000000"
@@ -92,14 +79,14 @@ NO_UUID = "00000000-0000-0000-0000-000000000000"
 MEMORY_LIMIT = 1 << 43
 
 
-class LayerError(ValueError):
-    """A memory layer (or its parent image) is not valid; the text names the field. Nothing was changed."""
+class ParentError(ValueError):
+    """The parent of a capture is not valid; the text names the field. Nothing was changed."""
 
 
 cdef _raise(memory_failure *why):
     text = why.text.decode("utf-8", "replace")
     if why.error == 0:
-        raise LayerError(text)
+        raise ParentError(text)
     raise OSError(why.error, f"{text}: {os.strerror(why.error)}")
 
 
@@ -153,13 +140,42 @@ cdef int *_descriptors(list fds) except NULL:
     return result
 
 
+cdef class Room:
+    """Space and page cache for about `size` bytes of pages in the empty file `fd`, which stays open as long as this
+    lives. Raises OSError when the disk is full; where the kernel cannot make room ahead it is empty."""
+
+    cdef memory_room _room
+
+    def __init__(self, int fd, uint64_t size, *, threads=2):
+        cdef memory_failure why
+        cdef int c_threads = _threads(threads), result
+        self.close()
+        with nogil:
+            result = memory_room_make(fd, (size // PAGE_BYTES + 1) * PAGE_BYTES, c_threads, &self._room, &why)
+        if result < 0:
+            _raise(&why)
+
+    def __dealloc__(self):
+        memory_room_free(&self._room)
+
+    @property
+    def length(self):
+        """Bytes of the file, from its beginning, for which room was made."""
+        return self._room.length if self._room.map != NULL else 0
+
+    def close(self):
+        """No capture may be using it."""
+        memory_room_free(&self._room)
+
+
 def capture(
     pid_t pid, list regions not None, size, list parent_fds not None, bytes parent_extents not None, int out_fd, *,
-    threads=2, str uuid=NO_UUID, bint scan_by_ioctl=True,
+    Room room=None, threads=2, str uuid=NO_UUID, bint scan_by_ioctl=True,
 ):
     """Write all pages that process `pid` has changed in its private mapping to the empty file `out_fd`.
 
-    The parent is what RAM held before: records of a `MemoryMap` (aenv/vmm/base.py) and its files; no records are zeros.
+    `room` was made in `out_fd`. The parent is what RAM held before: records of a `MemoryMap` (aenv/vmm/base.py), and its
+    files; no records are zeros.
     Returns a dict of counts (see `struct memory_stats`), and what was written, stored or not: records of u64 guest
     offset and u64 length in bytes, sorted and joined.
     """
@@ -176,19 +192,22 @@ def capture(
     cdef memory_failure why
     cdef memory_parent parent
     cdef memory_pieces pieces
+    cdef memory_room no_room
+    cdef const memory_room *c_room = &room._room if room is not None else &no_room
     cdef memory_run *runs = NULL
     cdef size_t run_count = 0
     cdef const char *c_name = name
     cdef memory_region *c_regions = _regions(regions, c_size)
     cdef int *c_fds = NULL
     memset(&pieces, 0, sizeof(pieces))
+    memset(&no_room, 0, sizeof(no_room))
     try:
         c_fds = _descriptors(parent_fds)
         with nogil:
             result = memory_parent_open(&parent, c_fds, files, c_extents, extents, c_size, &why)
             if result == 0:
                 result = memory_capture(
-                    pid, c_regions, count, c_size, &parent, out_fd, c_threads, scan_by_ioctl, c_name, &pieces,
+                    pid, c_regions, count, c_size, &parent, out_fd, c_room, c_threads, scan_by_ioctl, c_name, &pieces,
                     &stats, &why)
             memory_parent_close(&parent)
         if result < 0:
@@ -263,67 +282,6 @@ def pages(pid_t pid, list regions not None, size, *, bint written, bint scan_by_
             _raise(&why)
         return [
             (<uint64_t>found.items[i].page * PAGE_BYTES, <uint64_t>found.items[i].count * PAGE_BYTES)
-            for i in range(found.count)
-        ]
-    finally:
-        free(found.items)
-
-
-def apply(int layer_fd, pid_t pid, list regions not None, size, *, threads=2):
-    """Write the pages of a layer into the memory of process `pid`; returns their number.
-
-    Every field of the layer is checked before the first page is written.
-    """
-    cdef uint64_t c_size = _size(size), pages = 0
-    cdef int c_threads = _threads(threads), count = <int>len(regions), result
-    cdef memory_failure why
-    cdef memory_region *c_regions = _regions(regions, c_size)
-    with nogil:
-        result = memory_apply(layer_fd, pid, c_regions, count, c_size, c_threads, &pages, &why)
-        free(c_regions)
-    if result < 0:
-        _raise(&why)
-    return pages
-
-
-def write_image(list layer_fds not None, size, int parent_fd, int out_fd):
-    """Write the memory that layers (lowest first) over a parent image (-1: zeros) show to a sparse raw file."""
-    cdef uint64_t c_size = _size(size)
-    cdef int count = <int>len(layer_fds), result, i
-    cdef memory_failure why
-    cdef int *c_fds = <int *>calloc(count + 1, sizeof(int))
-    if c_fds == NULL:
-        raise MemoryError
-    try:
-        for i in range(count):
-            c_fds[i] = layer_fds[i]
-        with nogil:
-            result = memory_write_image(c_fds, count, parent_fd, out_fd, c_size, &why)
-    finally:
-        free(c_fds)
-    if result < 0:
-        _raise(&why)
-
-
-def segments(int layer_fd, size):
-    """The checked index of a layer: (guest offset, length, file offset or None for zeros), all in bytes."""
-    cdef uint64_t c_size = _size(size)
-    cdef memory_segments found
-    cdef memory_failure why
-    cdef int result
-    cdef size_t i
-    found.items, found.count, found.capacity = NULL, 0, 0
-    with nogil:
-        result = memory_layer_read(layer_fd, c_size, &found, &why)
-    try:
-        if result < 0:
-            _raise(&why)
-        return [
-            (
-                found.items[i].offset * SECTOR_BYTES,
-                found.items[i].length * SECTOR_BYTES,
-                None if found.items[i].zero else found.items[i].mapped * SECTOR_BYTES,
-            )
             for i in range(found.count)
         ]
     finally:

@@ -20,13 +20,15 @@ from typing import Any, Generic, TypeVar
 
 from aenv._native import memory
 from aenv.errors import VmmError
-from aenv.snapshot.manifest import DELTA_NAME, MEMORY_NAME, STATE_NAME, sync_directory
+from aenv.snapshot.manifest import sync_directory
 from aenv.vmm.base import MemoryMap, MemoryRegion, Vm
 
 # Reading another process's pages is limited by memory bandwidth; two streams fill it on small hosts.
 THREADS = min(4, os.cpu_count() or 1)
 # Index, trailer and what the guest writes between the look at its memory and its stop.
 SPACE_MARGIN = 16 << 20
+# What page cache is made for ahead. More would hold up a snapshot longer than it shortens the stop.
+ROOM_LIMIT = 512 << 20
 
 T = TypeVar("T")
 
@@ -74,10 +76,12 @@ class _Collector:
     """Memory of one machine on its way into one layer. It has a thread of its own: a stopped guest must not wait for a
     place in a pool that others fill."""
 
-    def __init__(self, vm: Vm, layer: Path, parent: MemoryMap | None) -> None:
+    def __init__(self, vm: Vm, layer: Path, parent: MemoryMap | None, ahead: bool) -> None:
         self._vm = vm
         self._layer = layer
         self._parent = parent
+        self._ahead = ahead
+        self._room: memory.Room | None = None
         self._executor = ThreadPoolExecutor(1, "capture")
         self._stack = ExitStack()
         self._fds: list[int] = []
@@ -104,6 +108,10 @@ class _Collector:
                 )
             self._fds = [_opened(self._stack, path, os.O_RDONLY) for path in self._parent.files] if self._parent else []
             self._out = _opened(self._stack, self._layer, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+            if self._ahead and expected:
+                room = min(expected + expected // 8, ROOM_LIMIT)
+                self._room = memory.Room(self._out, room, threads=THREADS)
+                self._stack.callback(self._room.close)
         except OSError as error:
             raise VmmError(f"cannot capture the memory: {error}") from error
 
@@ -120,10 +128,11 @@ class _Collector:
                 self._fds,
                 self._parent.extents if self._parent else b"",
                 self._out,
+                room=self._room,
                 threads=THREADS,
                 uuid=str(uuid.uuid4()),
             )
-        except (memory.LayerError, OSError) as error:
+        except (memory.ParentError, OSError) as error:
             raise VmmError(f"cannot capture the memory: {error}") from error
 
     def undo(self) -> None:
@@ -143,6 +152,7 @@ async def capture(
     layer: Path,
     parent: MemoryMap | None,
     beside: Callable[[], Awaitable[T]],
+    ahead: bool = True,
 ) -> Captured[T]:
     """Stop the vCPUs and write two new files: the device state, and a sealed layer of what differs from `parent`.
 
@@ -150,10 +160,13 @@ async def capture(
     do, with as many extents as it takes. `beside` is called when the vCPUs have stopped and runs meanwhile; it has run
     to its end in any case. Nothing is durable yet: see `sync_capture`.
 
+    `ahead`: take time before the vCPUs stop to make space for the layer, so that they stop for less. Without it all is
+    done sooner, which is better for a machine that will not go on.
+
     On failure neither file is there. Raises VmmError, and what `beside` raises.
     """
     begin = time.perf_counter()
-    collector = _Collector(vm, layer, parent)
+    collector = _Collector(vm, layer, parent, ahead)
     saved = False
 
     async def save() -> None:
@@ -212,7 +225,7 @@ async def write_base(vm: Vm, *, state: Path, layer: Path) -> CaptureStats:
 
     The machine stays paused. On failure neither file is there. Raises VmmError.
     """
-    captured = await capture(vm, state=state, layer=layer, parent=None, beside=nothing_beside)
+    captured = await capture(vm, state=state, layer=layer, parent=None, beside=nothing_beside, ahead=False)
     begin = time.perf_counter()
     try:
         await sync_capture(state, layer)
@@ -221,65 +234,6 @@ async def write_base(vm: Vm, *, state: Path, layer: Path) -> CaptureStats:
             path.unlink(missing_ok=True)
         raise
     return dataclasses.replace(captured.stats, sync_s=time.perf_counter() - begin)
-
-
-async def capture_delta(vm: Vm, directory: Path, *, parent_image: Path | None, sync: bool = True) -> CaptureStats:
-    """Write `state` and `memory.lsmt`, the changes to `parent_image` (the image the machine maps; None for zeros).
-
-    With `sync` both are durable when this returns. Raises VmmError.
-    """
-    state, delta = directory / STATE_NAME, directory / DELTA_NAME
-    begin = time.perf_counter()
-    try:
-        size = _size(await vm.memory_regions())
-        parent = None if parent_image is None else MemoryMap.whole(parent_image, size)
-        captured = await capture(vm, state=state, layer=delta, parent=parent, beside=nothing_beside)
-        begin = time.perf_counter()
-        if sync:
-            await sync_capture(state, delta)
-    except BaseException:
-        for path in (state, delta):
-            path.unlink(missing_ok=True)
-        raise
-    return dataclasses.replace(captured.stats, sync_s=time.perf_counter() - begin)
-
-
-async def capture_template(vm: Vm, directory: Path, *, parent_image: Path | None) -> CaptureStats:
-    """Write `state` and `memory`, the whole RAM as a sparse image, durably.
-
-    A caller that wants its guest back sooner takes `capture_delta`, resumes, and then calls `flatten`.
-    """
-    stats = await capture_delta(vm, directory, parent_image=parent_image, sync=False)
-    try:
-        size = sum(region.length for region in await vm.memory_regions())
-        await asyncio.to_thread(flatten, directory, parent_image, size)
-    except BaseException:
-        (directory / STATE_NAME).unlink(missing_ok=True)
-        raise
-    return stats
-
-
-def flatten(directory: Path, parent_image: Path | None, size: int) -> None:
-    """Turn the delta in `directory` over `parent_image` into the complete image `memory` of `size` bytes, durably.
-
-    The delta is removed, on failure too. Blocking: for a thread.
-    """
-    delta, image = directory / DELTA_NAME, directory / MEMORY_NAME
-    try:
-        with ExitStack() as stack:
-            layer = _opened(stack, delta, os.O_RDONLY)
-            parent = -1 if parent_image is None else _opened(stack, parent_image, os.O_RDONLY)
-            out = _opened(stack, image, os.O_RDWR | os.O_CREAT | os.O_EXCL)
-            memory.write_image([layer], size, parent, out)
-        _sync(directory / STATE_NAME, image)
-    except (memory.LayerError, OSError) as error:
-        image.unlink(missing_ok=True)
-        raise VmmError(f"cannot write the memory image {image}: {error}") from error
-    except BaseException:
-        image.unlink(missing_ok=True)
-        raise
-    finally:
-        delta.unlink(missing_ok=True)
 
 
 def _spans(regions: list[MemoryRegion]) -> list[memory.Region]:

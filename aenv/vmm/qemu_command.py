@@ -6,6 +6,7 @@ import errno
 import fcntl
 import json
 import os
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -86,8 +87,9 @@ def open_disk(disk: Disk) -> int:
 
 def disk_node(disk: Disk, fd: int) -> dict[str, Any]:
     """The node below that of the device. QEMU sets and clears O_DIRECT of what it is given as the node says."""
+    driver = "host_device" if stat.S_ISBLK(os.fstat(fd).st_mode) else "file"  # each refuses the other's
     # A lock would need the file opened by QEMU itself.
-    node: dict[str, Any] = {"driver": "file", "filename": f"/dev/fdset/{DISK_SET}", "locking": "off"}
+    node: dict[str, Any] = {"driver": driver, "filename": f"/dev/fdset/{DISK_SET}", "locking": "off"}
     if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
         node["cache"] = {"direct": True}
     return node | ({"read-only": True} if disk.read_only else {"discard": "unmap"})

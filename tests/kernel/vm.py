@@ -35,8 +35,9 @@ class Machine:
             listening.listen(1)
             self._process = subprocess.Popen(
                 [
-                    "qemu-system-x86_64", "-accel", "tcg,thread=multi", "-M", "q35", "-cpu", "max,erms=off", "-smp", "2",
-                    "-m", str(MEMORY_MIB), "-nodefaults", "-no-user-config", "-no-reboot", "-display", "none",
+                    "qemu-system-x86_64", "-accel", "tcg,thread=multi", "-M", "q35", "-smp", "2", "-m", str(MEMORY_MIB),
+                    # With ERMS the kernel copies to user space by `rep movsb`, which is emulated byte by byte.
+                    "-cpu", "max,erms=off", "-nodefaults", "-no-user-config", "-no-reboot", "-display", "none",
                     "-kernel", str(kernel.boot_image), "-initrd", str(initramfs), "-append", command_line(),
                     "-serial", f"file:{self._console}", "-serial", f"unix:{path}",
                     *self._disk("root", root, "cache.no-flush=on"), *self._disk("data", data, "cache.no-flush=on"),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import mmap
 import os
 import random
+import resource
 import signal
 import struct
 import sys
@@ -18,6 +20,8 @@ from hypothesis import strategies as st
 
 from aenv._native import memory
 from aenv._native.lsmt import Layer, Stack
+from aenv.snapshot.map import memory_map
+from aenv.vmm.base import MemoryExtent, MemoryMap
 from aenv.vmm.spawn import reap, start
 
 PAGE = mmap.PAGESIZE
@@ -26,22 +30,33 @@ SIZE = PAGES * PAGE
 UUID = "11111111-2222-3333-4444-555555555555"
 MAGIC = bytes.fromhex("4c534d5400010200657e63d29444084ca2d2c8ec4fcfae8a")
 
-# Maps a file privately, and writes pages as told: {"map": path} or {"write": {page: byte}}. Answers a line each time.
+# A machine's RAM: empty at "new", then mapped over and written as told. Answers with its address each time.
 CHILD = """
-import json, mmap, sys
-m = None
+import ctypes, json, mmap, os, sys
+libc = ctypes.CDLL(None, use_errno=True)
+libc.mmap.restype = ctypes.c_void_p
+libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+address = 0
+def put(at, length, fd, offset):
+    got = libc.mmap(at or None, length, 3, mmap.MAP_PRIVATE | (0x10 if at else 0), fd, offset)
+    assert got != ctypes.c_void_p(-1).value, ctypes.get_errno()
+    return got
 for line in sys.stdin:
     order = json.loads(line)
-    if "map" in order:
-        if m: m.close()
-        with open(order["map"], "r+b") as f:
-            m = mmap.mmap(f.fileno(), 0, flags=mmap.MAP_PRIVATE)
+    if "new" in order:
+        size, fd = order["new"], os.memfd_create("blank")
+        os.truncate(fd, size)
+        address = put(address, size, fd, 0)
+        os.close(fd)
+    for at, length, path, offset in order.get("map", []):
+        fd = os.open(path, os.O_RDONLY)
+        put(address + at, length, fd, offset)
+        os.close(fd)
     for page, byte in order.get("write", {}).items():
-        at = int(page) * 4096
-        m[at:at + 4096] = bytes([byte]) * 4096
+        ctypes.memset(address + int(page) * 4096, byte, 4096)
     if order.get("read"):
-        for at in range(0, len(m), 4096): m[at]
-    print("ok", flush=True)
+        ctypes.string_at(address, size)
+    print(address, flush=True)
 """
 
 
@@ -53,29 +68,20 @@ class Child:
         os.close(in_r)
         os.close(out_w)
         self._in, self._out = os.fdopen(in_w, "w"), os.fdopen(out_r)
+        self.regions: list[memory.Region] = []
 
     def __call__(self, **order: object) -> None:
         self._in.write(json.dumps(order) + "\n")
         self._in.flush()
-        assert self._out.readline() == "ok\n"
+        self.regions = [(int(self._out.readline()), 0, SIZE)]
 
-    def regions(self, path: Path) -> list[memory.Region]:
-        found = []
-        for line in Path(f"/proc/{self.pid}/maps").read_text().splitlines():
-            span, _, offset, *_ = line.split()
-            if line.endswith(f" {path}"):
-                begin, end = (int(x, 16) for x in span.split("-"))
-                found.append((begin, int(offset, 16), end - begin))
-        assert sum(r[2] for r in found) == SIZE
-        return found
+    def new(self, what: MemoryMap, **order: object) -> None:
+        self(new=SIZE, map=places(what), **order)
 
-    def read(self, path: Path) -> bytes:
+    def read(self) -> bytes:
         with open(f"/proc/{self.pid}/mem", "rb", buffering=0) as mem:
-            parts = []
-            for address, _, length in self.regions(path):
-                mem.seek(address)
-                parts.append(mem.read(length))
-            return b"".join(parts)
+            mem.seek(self.regions[0][0])
+            return mem.read(SIZE)
 
     def end(self) -> None:
         self._in.close()
@@ -92,20 +98,62 @@ def child() -> Iterator[Child]:
     child.end()
 
 
-def capture(pid: int, regions: list[memory.Region], size: int, parent: int, out: int, **options: object):
-    """With the whole file `parent` as parent; -1: with zeros."""
-    extents = b"" if parent < 0 else struct.pack("=QQIIQ", 0, size, 0, 0, 0)
-    return memory.capture(pid, regions, size, [] if parent < 0 else [parent], extents, out, **options)  # type: ignore[arg-type]
+def records(extents: bytes) -> list[tuple[int, int, int, int, int]]:
+    return list(struct.iter_unpack("=QQIIQ", extents))
+
+
+def places(what: MemoryMap) -> list[tuple[int, int, str, int]]:
+    return [(at, length, str(what.files[file]), offset) for at, length, file, _, offset in records(what.extents)]
+
+
+NOTHING = MemoryMap.of(SIZE, (), ())
+
+
+def capture(
+    child: Child, out: Path, parent: MemoryMap = NOTHING, *, room: int = 0, **options: object
+) -> tuple[memory.Stats, bytes]:
+    fds = [os.open(path, os.O_RDONLY | os.O_CLOEXEC) for path in parent.files]
+    fds.append(os.open(out, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600))
+    try:
+        ahead = memory.Room(fds[-1], room) if room else None
+        return memory.capture(
+            child.pid,
+            child.regions,
+            SIZE,
+            fds[:-1],
+            parent.extents,
+            fds[-1],
+            room=ahead,
+            uuid=UUID,
+            **options,  # type: ignore[arg-type]
+        )
+    finally:
+        for fd in fds:
+            os.close(fd)
 
 
 def page(byte: int) -> bytes:
     return bytes([byte]) * PAGE
 
 
-def new_file(path: Path, content: bytes = b"") -> int:
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC)
-    os.write(fd, content)
-    return fd
+def incore(fd: int) -> list[bool]:
+    """Which pages of a file are in the page cache."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    size = os.fstat(fd).st_size
+    address = ctypes.c_void_p(libc.mmap(None, ctypes.c_size_t(size), mmap.PROT_READ, mmap.MAP_SHARED, fd, None))
+    view = (ctypes.c_ubyte * ((size + PAGE - 1) // PAGE))()
+    assert libc.mincore(address, ctypes.c_size_t(size), view) == 0
+    assert libc.munmap(address, ctypes.c_size_t(size)) == 0
+    return [bool(byte & 1) for byte in view]
+
+
+def pages_of(runs: bytes) -> list[int]:
+    return [
+        number
+        for offset, length in struct.iter_unpack("=QQ", runs)
+        for number in range(offset // PAGE, (offset + length) // PAGE)
+    ]
 
 
 def independent_read(layer: bytes, below: bytes) -> bytes:
@@ -142,56 +190,105 @@ def independent_read(layer: bytes, below: bytes) -> bytes:
 
 CONTENT = st.dictionaries(st.integers(0, PAGES - 1), st.sampled_from([0, 1, 2, 255]), max_size=40)
 RUNS = st.lists(st.tuples(st.integers(0, PAGES - 1), st.integers(1, 300), st.sampled_from([0, 1, 7])), max_size=4)
+ROOM = st.sampled_from([0, 1, 8 * PAGE, 300 * PAGE, 2 * SIZE])
+HOW = st.fixed_dictionaries({"scan_by_ioctl": st.booleans(), "threads": st.integers(1, 4), "room": ROOM})
 
 
-@given(parent=CONTENT, writes=CONTENT, runs=RUNS, ioctl=st.booleans(), threads=st.integers(1, 4), blank=st.booleans())
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_capture_is_the_model(child, tmp_path, parent, writes, runs, ioctl, threads, blank):
-    """Image + layer = what the process saw, by three ways of reading it; nothing superfluous is stored."""
-    image = bytearray(SIZE)
-    if not blank:
-        for number, byte in parent.items():
-            image[number * PAGE : (number + 1) * PAGE] = page(byte)
+def spread(writes: dict[int, int], runs: list[tuple[int, int, int]]) -> dict[int, int]:
     for first, count, byte in runs:
         writes = writes | dict.fromkeys(range(first, min(first + count, PAGES)), byte)
-    model = bytearray(image)
+    return writes
+
+
+def fill(model: bytearray, writes: dict[int, int]) -> None:
     for number, byte in writes.items():
         model[number * PAGE : (number + 1) * PAGE] = page(byte)
 
+
+@given(parent=CONTENT, writes=CONTENT, runs=RUNS, how=HOW, blank=st.booleans())
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_capture_is_the_model(child, tmp_path, parent, writes, runs, how, blank):
+    """Image + layer = what the process saw, by two ways of reading it; nothing superfluous is stored."""
+    image = bytearray(SIZE)
+    if not blank:
+        fill(image, parent)
+    writes = spread(writes, runs)
+    model = bytearray(image)
+    fill(model, writes)
     base, layer = tmp_path / "base", tmp_path / "layer"
-    fds = [new_file(base, bytes(image)), new_file(layer), new_file(tmp_path / "flat")]
-    try:
-        child(map=str(base), write=writes, read=True)
-        regions = child.regions(base)
-        stats = capture(
-            child.pid, regions, SIZE, -1 if blank else fds[0], fds[1], threads=threads, uuid=UUID, scan_by_ioctl=ioctl
-        )[0]
-        assert stats["dirty_pages"] == len(writes)
-        changed = [n for n in writes if model[n * PAGE : (n + 1) * PAGE] != image[n * PAGE : (n + 1) * PAGE]]
-        zeroed = [n for n in changed if writes[n] == 0]
-        assert stats["zero_pages"] == len(zeroed)
-        assert stats["stored_pages"] == len(changed) - len(zeroed)
-        assert stats["equal_pages"] == len(writes) - len(changed)
-        assert stats["file_bytes"] == os.fstat(fds[1]).st_size
+    base.write_bytes(image)
+    below = NOTHING if blank else MemoryMap.whole(base, SIZE)
+    child.new(below, write=writes, read=True)
+    stats, written = capture(child, layer, below, **how)
+    assert pages_of(written) == sorted(writes)
+    assert memory.written_bytes(child.pid, child.regions, SIZE) == len(writes) * PAGE
+    assert stats["dirty_pages"] == len(writes)
+    changed = [n for n in writes if model[n * PAGE : (n + 1) * PAGE] != image[n * PAGE : (n + 1) * PAGE]]
+    zeroed = [n for n in changed if writes[n] == 0]
+    assert stats["zero_pages"] == len(zeroed)
+    assert stats["stored_pages"] == len(changed) - len(zeroed)
+    assert stats["equal_pages"] == len(writes) - len(changed)
+    assert stats["file_bytes"] == layer.stat().st_size
+    assert independent_read(layer.read_bytes(), bytes(image)) == model
+    segments = list(Layer(layer).segments())
+    assert sum(s.length for s in segments) == len(changed) * PAGE
+    if blank:
+        assert Stack([Layer(layer)]).read(0, SIZE) == model, "the disk layers' reader sees the same"
+    assert base.read_bytes() == image, "the shared image is never changed"
 
-        assert independent_read(layer.read_bytes(), bytes(image)) == model
-        found = memory.segments(fds[1], SIZE)
-        assert len(found) == stats["segments"]
-        assert sum(length for _, length, _ in found) == len(changed) * PAGE
 
-        if blank:
-            stack = Stack([Layer(layer)])
-            assert stack.read(0, SIZE) == model, "the disk layers' reader sees the same"
-        memory.write_image([fds[1]], SIZE, fds[0], fds[2])
-        assert (tmp_path / "flat").read_bytes() == model
+STEP = st.tuples(CONTENT, RUNS, HOW, st.sampled_from([0, 1, 3, 10_000]))
 
-        child(map=str(base))
-        assert memory.apply(fds[1], child.pid, child.regions(base), SIZE, threads=threads) == len(changed)
-        assert child.read(base) == model
-        assert base.read_bytes() == image, "the shared image is never changed"
-    finally:
-        for fd in fds:
-            os.close(fd)
+
+@given(image=CONTENT, with_base=st.booleans(), steps=st.lists(STEP, min_size=1, max_size=4))
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_chain_is_the_model(child, tmp_path, image, with_base, steps):
+    """Writes, captures and rehomings in turn: each chain is the memory of its moment, and what was rehomed is clean."""
+    first = bytearray(SIZE)
+    if with_base:
+        fill(first, image)
+    base, zero = tmp_path / "base", tmp_path / "zero"
+    base.write_bytes(first)
+    zero.touch()
+    os.truncate(zero, SIZE)
+    content = MemoryMap.whole(base, SIZE) if with_base else NOTHING
+    child.new(content)
+    model, layers, moments = bytearray(first), [], []
+    left: set[int] = set()  # pages that were written and not rehomed
+    for number, (scattered, runs, how, limit) in enumerate(steps):
+        writes = spread(scattered, runs)
+        child(write=writes, read=True)
+        before = bytes(model)
+        fill(model, writes)
+        left |= set(writes)
+        layer = tmp_path / f"layer-{number}"
+        stats, written = capture(child, layer, content, **how)
+        assert pages_of(written) == sorted(left)
+        changed = sum(model[n * PAGE : (n + 1) * PAGE] != before[n * PAGE : (n + 1) * PAGE] for n in writes)
+        assert stats["stored_pages"] + stats["zero_pages"] == changed
+        layers.append(layer)
+        moments.append(bytes(model))
+        content = memory_map(SIZE, base if with_base else None, layers, zero, limit=None)
+        assert content is not None
+        extents = memory.home(written, content.extents, limit)
+        home = MemoryMap(SIZE, content.files, extents)
+        assert home.count <= limit
+        child(map=places(home))
+        moved = {n for at, length, *_ in records(extents) for n in range(at // PAGE, (at + length) // PAGE)}
+        assert moved <= left
+        left -= moved
+        if limit == 10_000 and with_base:
+            assert not left
+        assert memory.written_bytes(child.pid, child.regions, SIZE) == len(left) * PAGE
+        assert child.read() == model
+    for count, moment in enumerate(moments, 1):
+        what = memory_map(SIZE, base if with_base else None, layers[:count], zero)
+        child.new(what)
+        assert child.read() == moment
+        below = bytes(first)
+        for layer in layers[:count]:
+            below = independent_read(layer.read_bytes(), below)
+        assert below == moment
 
 
 @pytest.mark.parametrize("ioctl", [True, False])
@@ -220,154 +317,99 @@ def test_many_scattered_pages_are_captured_once_each(tmp_path, runs, ioctl):
                 mapping[page * PAGE : (page + 1) * PAGE] = b"\2" * PAGE
                 dirty.add(page)
         with (tmp_path / "layer").open("w+b") as layer:
-            stats = capture(
-                os.getpid(), [(address, 0, size)], size, file.fileno(), layer.fileno(), threads=2, scan_by_ioctl=ioctl
-            )[0]
-            pages = [
-                page
-                for offset, length, _ in memory.segments(layer.fileno(), size)
-                for page in range(offset // PAGE, (offset + length) // PAGE)
-            ]
-    assert sorted(dirty) == pages
+            stats, written = memory.capture(
+                os.getpid(), [(address, 0, size)], size, [], b"", layer.fileno(), threads=2, scan_by_ioctl=ioctl
+            )
+    pages = [
+        n for s in Layer(tmp_path / "layer").segments() for n in range(s.offset // PAGE, (s.offset + s.length) // PAGE)
+    ]
+    assert sorted(dirty) == pages == pages_of(written)
     assert stats["dirty_pages"] == stats["stored_pages"] == len(dirty)
 
 
-def test_delta_of_a_delta_is_cumulative(child, tmp_path):
-    """Pages that came from an applied layer count as dirty: the second layer needs only the first image."""
+def test_longest_extents_are_rehomed_first(child, tmp_path):
     base = tmp_path / "base"
-    fds = [new_file(base, page(9) * PAGES), new_file(tmp_path / "one"), new_file(tmp_path / "two")]
-    try:
-        child(map=str(base), write={3: 1, 4: 0, 5: 2})
-        capture(child.pid, child.regions(base), SIZE, fds[0], fds[1])
-        child(map=str(base))
-        memory.apply(fds[1], child.pid, child.regions(base), SIZE)
-        child(write={5: 9, 600: 7})
-        capture(child.pid, child.regions(base), SIZE, fds[0], fds[2], uuid=UUID)
-        model = bytearray(page(9) * PAGES)
-        for number, byte in {3: 1, 4: 0, 600: 7}.items():
-            model[number * PAGE : (number + 1) * PAGE] = page(byte)
-        assert independent_read((tmp_path / "two").read_bytes(), page(9) * PAGES) == model
-    finally:
-        for fd in fds:
-            os.close(fd)
+    base.write_bytes(page(9) * PAGES)
+    content = MemoryMap.whole(base, SIZE)
+    lengths = {0: 1, 10: 5, 100: 2, 200: 7, 300: 1}
+    runs = b"".join(struct.pack("=QQ", at * PAGE, count * PAGE) for at, count in lengths.items())
+    assert [e[:2] for e in records(memory.home(runs, content.extents, 2))] == [
+        (10 * PAGE, 5 * PAGE), (200 * PAGE, 7 * PAGE),
+    ]  # fmt: skip
+    assert len(records(memory.home(runs, content.extents, 99))) == 5
+    assert memory.home(runs, content.extents, 0) == b""
+    assert memory.home(runs, b"", 9) == memory.home(b"", content.extents, 9) == b""
+    with pytest.raises(ValueError, match="records"):
+        memory.home(runs[:-1], content.extents, 9)
+    with pytest.raises(ValueError, match="records"):
+        memory.home(runs, content.extents[:-1], 9)
 
 
-def test_image_of_zeros_is_sparse(tmp_path):
-    fds = [new_file(tmp_path / "parent"), new_file(tmp_path / "flat", b"old content")]
-    try:
-        os.ftruncate(fds[0], SIZE)
-        os.pwrite(fds[0], page(0), 5 * PAGE)
-        os.pwrite(fds[0], page(1), 9 * PAGE)
-        memory.write_image([], SIZE, fds[0], fds[1])
-        assert os.fstat(fds[1]).st_size == SIZE
-        assert os.fstat(fds[1]).st_blocks * 512 <= 16 * PAGE
-        assert os.pread(fds[1], PAGE, 9 * PAGE) == page(1)
-    finally:
-        for fd in fds:
-            os.close(fd)
+def test_mapped_pages_are_found(child, tmp_path):
+    base = tmp_path / "base"
+    base.write_bytes(page(9) * PAGES)
+    child.new(MemoryMap.whole(base, SIZE), write={5: 1, 600: 2})
+    assert memory.pages(child.pid, child.regions, SIZE, written=True) == [(5 * PAGE, PAGE), (600 * PAGE, PAGE)]
+    child(read=True)
+    for ioctl in (True, False):
+        found = memory.pages(child.pid, child.regions, SIZE, written=False, scan_by_ioctl=ioctl)
+        assert sum(length for _, length in found) == SIZE
 
 
-def sealed_layer(entries: list[tuple[int, int, int, int]], data_pages: int = 4) -> bytearray:
-    """A layer whose index holds (offset, length, moffset, zero), in sectors."""
-    block = bytearray(4096)
-    block[:24] = MAGIC
-    struct.pack_into("<II", block, 24, 390, 7)
-    struct.pack_into("<Q", block, 48, SIZE)
-    block[132:134] = b"\1\1"
-    trailer = bytearray(block)
-    index_offset = 4096 + data_pages * PAGE
-    struct.pack_into("<IQQ", trailer, 28, 6, index_offset, len(entries))
-    index = b"".join(struct.pack("<QQ", o | n << 50, m | z << 55) for o, n, m, z in entries)
-    return block + page(0xEE) * data_pages + index + trailer
+def test_memory_that_became_zero_takes_no_space(child, tmp_path):
+    """Also where pages are read straight into room that was made for them."""
+    base = tmp_path / "base"
+    base.write_bytes(page(9) * PAGES)
+    child.new(MemoryMap.whole(base, SIZE), write=dict.fromkeys(range(PAGES), 0) | {3: 1, 500: 1})
+    stats, _ = capture(child, tmp_path / "layer", MemoryMap.whole(base, SIZE), room=2 * SIZE)
+    assert (stats["stored_pages"], stats["zero_pages"]) == (2, PAGES - 2)
+    assert (tmp_path / "layer").stat().st_blocks * 512 <= 16 * PAGE
 
 
-GOOD = [(0, 8, 8, 0), (16, 16, 16, 0), ((1 << 50) - 1, 0, 0, 0), (64, 8, 40, 1)]
-
-
-def patched(offset: int, data: bytes, *, from_end: bool = False) -> bytes:
-    layer = sealed_layer(GOOD)
-    at = len(layer) - 4096 + offset if from_end else offset
-    layer[at : at + len(data)] = data
-    return bytes(layer)
-
-
+E = MemoryExtent
 HOSTILE = {
-    "size": (b"", "size"),
-    "size-one-block": (bytes(4096), "size"),
-    "header-magic": (patched(3, b"X"), "header.magic"),
-    "header-flags": (patched(28, b"\0"), "header.flags"),
-    "header-version": (patched(132, b"\2"), "header.version"),
-    "trailer-magic": (patched(9, b"X", from_end=True), "trailer.magic"),
-    "trailer-unsealed": (patched(28, b"\2", from_end=True), "trailer.flags"),
-    "trailer-is-header": (patched(28, b"\7", from_end=True), "trailer.flags"),
-    "virtual-size": (patched(48, struct.pack("<Q", SIZE + PAGE), from_end=True), "trailer.virtual_size"),
-    "index-count": (patched(40, struct.pack("<Q", 1_000_001), from_end=True), "trailer.index_size"),
-    "index-count-huge": (patched(40, struct.pack("<Q", 2**60), from_end=True), "trailer.index_size"),
-    "index-count-long": (patched(40, struct.pack("<Q", 6), from_end=True), "trailer.index_offset"),
-    "index-in-header": (patched(32, struct.pack("<Q", 512), from_end=True), "trailer.index_offset"),
-    "index-odd": (patched(32, struct.pack("<Q", 4097), from_end=True), "trailer.index_offset"),
-    "index-far": (patched(32, struct.pack("<Q", 2**63), from_end=True), "trailer.index_offset"),
-    "overlap": (sealed_layer([(0, 16, 8, 0), (8, 8, 24, 0)]), r"index\[1\].offset"),
-    "disorder": (sealed_layer([(8, 8, 8, 0), (0, 8, 16, 0)]), r"index\[1\].offset"),
-    "beyond-memory": (sealed_layer([(PAGES * 8 - 8, 16, 8, 0)]), r"index\[0\].offset"),
-    "far-beyond-memory": (sealed_layer([((1 << 50) - 8, 8, 8, 0)]), r"index\[0\].offset"),
-    "part-of-page": (sealed_layer([(0, 4, 8, 0)]), r"index\[0\]: not"),
-    "within-page": (sealed_layer([(4, 8, 8, 0)]), r"index\[0\]: not"),
-    "empty-entry": (sealed_layer([(0, 0, 8, 0)]), r"index\[0\]: not"),
-    "data-in-header": (sealed_layer([(0, 8, 0, 0)]), r"index\[0\].moffset"),
-    "data-in-index": (sealed_layer([(0, 8, 33, 0)]), r"index\[0\].moffset"),
-    "zeros-beyond-data": (sealed_layer([(0, 8, 41, 1)]), r"index\[0\].moffset"),
-    "data-huge": (sealed_layer([(0, 8, (1 << 55) - 1, 0)]), r"index\[0\].moffset"),
+    "odd place": ([E(1, PAGE, 0, 0)], "extent 0: not made of whole pages"),
+    "odd length": ([E(0, PAGE + 512, 0, 0)], "extent 0: not made of whole pages"),
+    "odd file place": ([E(0, PAGE, 0, 512)], "extent 0: not made of whole pages"),
+    "empty": ([E(0, 0, 0, 0)], "extent 0: not made of whole pages"),
+    "overlap": ([E(0, 2 * PAGE, 0, 0), E(PAGE, PAGE, 0, 0)], "extent 1: overlaps"),
+    "disorder": ([E(PAGE, PAGE, 0, 0), E(0, PAGE, 0, 0)], "extent 1: overlaps"),
+    "beyond memory": ([E(SIZE - PAGE, 2 * PAGE, 0, 0)], "extent 0: beyond the memory"),
+    "far beyond memory": ([E((1 << 64) - PAGE, PAGE, 0, 0)], "extent 0: beyond the memory"),
+    "no file": ([E(0, PAGE, 1, 0)], "extent 0: no such file"),
+    "beyond file": ([E(0, 2 * PAGE, 0, 3 * PAGE)], "extent 0: beyond the end of its file"),
+    "far beyond file": ([E(0, PAGE, 0, (1 << 64) - PAGE)], "extent 0: beyond the end of its file"),
 }
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_layer_is_refused_and_changes_nothing(child, tmp_path, name):
-    content, field = HOSTILE[name]
+def test_hostile_parent_is_refused(child, tmp_path, name):
+    extents, text = HOSTILE[name]
     base = tmp_path / "base"
-    fds = [new_file(base, page(5) * PAGES), new_file(tmp_path / "layer", bytes(content)), new_file(tmp_path / "out")]
-    try:
-        child(map=str(base))
-        regions = child.regions(base)
-        with pytest.raises(memory.LayerError, match=f"^{field}"):
-            memory.segments(fds[1], SIZE)
-        with pytest.raises(memory.LayerError, match=f"^{field}"):
-            memory.apply(fds[1], child.pid, regions, SIZE)
-        with pytest.raises(memory.LayerError, match=f"^{field}"):
-            memory.write_image([fds[1]], SIZE, -1, fds[2])
-        assert child.read(base) == page(5) * PAGES
-    finally:
-        for fd in fds:
-            os.close(fd)
+    base.write_bytes(page(9) * 4)
+    child.new(NOTHING, write={1: 1})
+    with pytest.raises(memory.ParentError, match=f"^parent {text}"):
+        capture(child, tmp_path / "layer", MemoryMap.of(SIZE, (base,), extents))
 
 
-@given(st.lists(st.tuples(st.integers(0, 4096 + 4 * PAGE + 64 + 4095), st.integers(0, 255)), min_size=1, max_size=6))
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_any_damage_is_refused_or_stays_inside_the_memory(tmp_path, damage):
-    layer = sealed_layer(GOOD)
-    for at, byte in damage:
-        layer[at] = byte
-    fd = new_file(tmp_path / "layer", bytes(layer))
-    try:
-        found = memory.segments(fd, SIZE)
-    except memory.LayerError:
-        return
-    finally:
-        os.close(fd)
-    for offset, length, mapped in found:
-        assert 0 <= offset < offset + length <= SIZE
-        assert mapped is None or 4096 <= mapped < mapped + length <= len(layer) - 4096
-
-
-def test_layer_in_the_format_of_others_is_accepted(tmp_path):
-    """Unpadded index, padding entries in the middle, junk in the tags."""
-    layer = sealed_layer(GOOD)
-    layer[4096 + 4 * PAGE + 15] = 0x55
-    fd = new_file(tmp_path / "layer", bytes(layer))
-    try:
-        assert memory.segments(fd, SIZE) == [(0, PAGE, 4096), (8192, 8192, 8192), (32768, PAGE, None)]
-    finally:
-        os.close(fd)
+def test_parent_that_is_not_in_the_page_cache_is_not_waited_for(child, tmp_path):
+    """What is not known to be equal is stored; holes are known without reading."""
+    base = tmp_path / "base"
+    with base.open("wb") as file:
+        os.pwrite(file.fileno(), page(9) * (PAGES // 2), 0)
+        os.ftruncate(file.fileno(), SIZE)
+        os.fsync(file.fileno())
+    parent = MemoryMap.whole(base, SIZE)
+    child.new(NOTHING, write={200: 9, 300: 0, 600: 0, 601: 1})
+    with base.open("rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        if any(incore(file.fileno())):
+            pytest.skip("this file system keeps the pages of files")
+    stats, _ = capture(child, tmp_path / "layer", parent)
+    assert (stats["stored_pages"], stats["zero_pages"], stats["equal_pages"]) == (2, 1, 1)
+    base.read_bytes()
+    stats, _ = capture(child, tmp_path / "layer", parent)
+    assert (stats["stored_pages"], stats["zero_pages"], stats["equal_pages"]) == (1, 1, 2)
 
 
 @pytest.mark.parametrize(
@@ -387,67 +429,68 @@ def test_layer_in_the_format_of_others_is_accepted(tmp_path):
 )
 def test_bad_regions_are_refused(regions, size, text):
     for call in (
-        lambda: capture(os.getpid(), regions, size, -1, 1),
-        lambda: memory.apply(0, os.getpid(), regions, size),
+        lambda: memory.capture(os.getpid(), regions, size, [], b"", 1),
+        lambda: memory.pages(os.getpid(), regions, size, written=True),
+        lambda: memory.written_bytes(os.getpid(), regions, size),
     ):
         with pytest.raises(ValueError, match=text):
             call()
+
+
+def test_bad_arguments_are_refused(tmp_path):
+    region = [(PAGE, 0, PAGE)]
     for threads in (0, 17):
         with pytest.raises(ValueError, match="threads"):
-            capture(os.getpid(), [(PAGE, 0, PAGE)], PAGE, -1, 1, threads=threads)
+            memory.capture(os.getpid(), region, PAGE, [], b"", 1, threads=threads)
+        with pytest.raises(ValueError, match="threads"):
+            memory.Room(1, PAGE, threads=threads)
     with pytest.raises(ValueError, match="UUID"):
-        capture(os.getpid(), [(PAGE, 0, PAGE)], PAGE, -1, 1, uuid="short")
-
-
-def test_layer_that_fits_no_region_changes_nothing(child, tmp_path):
-    base = tmp_path / "base"
-    fds = [new_file(base, page(5) * PAGES), new_file(tmp_path / "layer", bytes(sealed_layer(GOOD)))]
-    try:
-        child(map=str(base))
-        address = child.regions(base)[0][0]
-        with pytest.raises(memory.LayerError, match="no memory region"):
-            memory.apply(fds[1], child.pid, [(address, 0, 4 * PAGE)], SIZE)
-        assert child.read(base) == page(5) * PAGES
-    finally:
-        for fd in fds:
-            os.close(fd)
+        memory.capture(os.getpid(), region, PAGE, [], b"", 1, uuid="short")
+    with pytest.raises(ValueError, match="records"):
+        memory.capture(os.getpid(), region, PAGE, [], bytes(31), 1)
+    with pytest.raises(OSError, match="parent file 0: Bad file descriptor"):
+        memory.capture(os.getpid(), region, PAGE, [12345], b"", 1)
 
 
 def test_process_that_dies_and_mapping_that_goes(tmp_path):
     child = Child()
-    base = tmp_path / "base"
-    fds = [
-        new_file(base, bytes(SIZE)),
-        new_file(tmp_path / "layer", bytes(sealed_layer(GOOD))),
-        new_file(tmp_path / "n"),
-    ]
     try:
-        child(map=str(base), write={n: random.randrange(256) for n in range(PAGES)})
-        regions = child.regions(base)
-        with pytest.raises(OSError, match="process_vm_writev: Bad address"):
-            memory.apply(fds[1], child.pid, [(4096, 0, SIZE)], SIZE)
-        with pytest.raises(memory.LayerError, match="parent extent 0: beyond the end of its file"):
-            capture(child.pid, regions, SIZE, fds[1], fds[2])
-        child.end()
-        with pytest.raises(OSError, match=r"No such (file|process)"):
-            capture(child.pid, regions, SIZE, -1, fds[2])
-        with pytest.raises(OSError, match="No such process"):
-            memory.apply(fds[1], child.pid, regions, SIZE)
+        child.new(NOTHING, write={n: random.randrange(256) for n in range(PAGES)})
+        with pytest.raises(OSError, match=r"PAGEMAP_SCAN|read pagemap"):
+            memory.capture(child.pid, [(1 << 63, 0, SIZE)], SIZE, [], b"", 1)
     finally:
-        for fd in fds:
-            os.close(fd)
+        child.end()
+    with pytest.raises(OSError, match=r"No such (file|process)"):
+        capture(child, tmp_path / "layer")
 
 
 def test_full_disk_is_an_error(child, tmp_path):
-    base = tmp_path / "base"
-    fds = [new_file(base, bytes(SIZE)), os.open("/dev/full", os.O_RDWR)]
+    child.new(NOTHING, write={7: 7})
+    fd = os.open("/dev/full", os.O_RDWR | os.O_CLOEXEC)
     try:
-        child(map=str(base), write={7: 7})
         with pytest.raises(OSError, match="No space"):
-            capture(child.pid, child.regions(base), SIZE, -1, fds[1])
+            memory.capture(child.pid, child.regions, SIZE, [], b"", fd)
     finally:
-        for fd in fds:
-            os.close(fd)
+        os.close(fd)
+
+
+def test_room_that_cannot_be_had_is_an_error(tmp_path):
+    """Before anything is captured. (A limit stands in for a full disk.)"""
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    with (tmp_path / "layer").open("w+b") as file:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (SIZE, old[1]))
+        try:
+            with pytest.raises(OSError, match="make room for the layer"):
+                memory.Room(file.fileno(), 2 * SIZE)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, old)
+            signal.signal(signal.SIGXFSZ, handler)
+        room = memory.Room(file.fileno(), SIZE)
+        assert room.length == SIZE + PAGE
+        room.close()
+        assert room.length == 0
+        room.close()
 
 
 def test_reap_of_a_stranger_is_none():

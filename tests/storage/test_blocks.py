@@ -9,6 +9,7 @@ import os
 import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -221,7 +222,7 @@ async def write_through_kills(blocks: Blocks, folder: Path, start: Start) -> int
     generator = random.Random(7)
     async with disk(blocks, folder) as found:
         helpers = [await start(WRITER, found["path"], n * 300, 300, n) for n in range(4)]
-        for _ in range(8):
+        for _ in range(5):
             for helper in helpers:
                 for _ in range(30):
                     helper.tell("go")
@@ -387,6 +388,89 @@ def test_damaged_state_and_missing_layers_harm_nothing_else(tmp_path: Path) -> N
     run(tmp_path, body)
 
 
+@pytest.mark.parametrize("offset", [0, 36], ids=["magic", "init_length"])
+def test_damaged_record_of_the_mount_ends_it_and_nothing_else(tmp_path: Path, offset: int) -> None:
+    async def body(blocks: Blocks, folder: Path, start: Start) -> None:
+        survived: asyncio.Queue[bool] = asyncio.Queue()
+        blocks.on_restarted(survived.put_nowait)
+        found = await blocks.open("memory", [memory_layer(folder / "layer")], cached=True)
+        fd = os.open(found["path"], os.O_RDONLY)
+        with (folder / "run/state/fuse").open("r+b") as record:
+            record.seek(offset)
+            record.write(b"\xff" * 4)
+        kill(blocks)
+        assert await survived.get() is False
+        with pytest.raises(OSError, match=r"not connected|Software caused|Input/output"):
+            await asyncio.to_thread(os.pread, fd, 4096, 0)
+        os.close(fd)
+        reader = await start(READER, found["path"])
+        kill(blocks)
+        assert await survived.get() is True
+        await reader.verify()
+        await blocks.close_image("memory")
+
+    run(tmp_path, body)
+
+
+def test_server_does_not_wait_for_itself(tmp_path: Path) -> None:
+    """While it takes its mount over nobody answers there: it must not look into it. Nothing else has, either, so that
+    the kernel has nothing to answer from."""
+
+    async def body(blocks: Blocks, folder: Path, start: Start) -> None:
+        found = await blocks.open("memory", [memory_layer(folder / "layer")], cached=True)
+        for own in (found["path"], f"{blocks.directory}/../images/memory"):
+            with pytest.raises(InvalidInputError, match="image of this server"):
+                await blocks.open("itself", [Path(own)])
+        kill(blocks)
+        assert len(await blocks.list_images()) == 1
+        await blocks.close_image("memory")
+
+    run(tmp_path, body)
+
+
+def test_programs_are_locked_into_memory_and_indexes_are_not(tmp_path: Path) -> None:
+    async def body(blocks: Blocks, folder: Path, start: Start) -> None:
+        def locked() -> int:
+            status = Path(f"/proc/{blocks.pid}/status").read_text()
+            return int(re.findall(r"VmLck:\s+(\d+) kB", status)[0]) << 10
+
+        before = locked()
+        if "memory cannot be locked" in (folder / "run/log").read_text():
+            pytest.skip("this machine lets nobody lock memory")
+        assert before > 8 << 20
+        entries = 900_000
+        with (folder / "large").open("wb") as file:
+            writer = Writer(file.fileno(), entries * 1024)
+            for i in range(entries):
+                writer.add_zeros(i * 1024, 512)
+            writer.finish()
+        await blocks.open("large", [folder / "large"])
+        assert (await blocks.stats())["segments"] == entries
+        assert locked() - before < entries * 16 / 2
+        await blocks.close_image("large")
+
+    run(tmp_path, body)
+
+
+def test_whoever_asks_for_the_mount_and_goes_away_does_no_harm(tmp_path: Path) -> None:
+    async def body(blocks: Blocks, folder: Path, start: Start) -> None:
+        for sent in (b"", b"x" * 1000):
+            for _ in range(50):
+                with socket.socket(socket.AF_UNIX) as connection:
+                    connection.connect(str(folder / "run/control.keep"))
+                    connection.sendall(sent)
+        fds = Path(f"/proc/{blocks.pid}/fd")
+        await blocks.list_images()
+        assert len(list(fds.iterdir())) < 50
+        found = await blocks.open("memory", [memory_layer(folder / "layer")], cached=True)
+        reader = await start(READER, found["path"])
+        kill(blocks)
+        await reader.verify()
+        await blocks.close_image("memory")
+
+    run(tmp_path, body)
+
+
 def test_state_of_another_boot_is_forgotten(tmp_path: Path) -> None:
     async def body(blocks: Blocks, folder: Path, start: Start) -> None:
         await blocks.open("memory", [memory_layer(folder / "layer")], cached=True)
@@ -460,7 +544,7 @@ def test_kill_at_any_point_of_any_operation(tmp_path: Path) -> None:
         async with disk(blocks, folder) as found:
             writer = await start(WRITER, found["path"], 0, 1500, 3)
             reader = await start(READER, memory["path"])
-            for i in range(24):
+            for i in range(16):
                 if i % 2:
                     asyncio.get_running_loop().call_later(generator.random() * 0.06, kill, blocks)
                 writer.tell("go")

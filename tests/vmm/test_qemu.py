@@ -7,6 +7,8 @@ import errno
 import os
 import re
 import signal
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -61,6 +63,31 @@ def test_what_the_guest_writes_stays_on_its_disk(guest: Guest, tmp_path: Path):
             await load(vm, guest.state, disk)
             await vm.resume()
             await console(vm, "shown saved 42")
+
+    asyncio.run(main())
+
+
+@pytest.fixture
+def loop_device(tmp_path: Path) -> Iterator[Path]:
+    disk = new_disk(tmp_path / "backing", "SAVE 44")
+    done = subprocess.run(
+        ["losetup", "--find", "--show", "--direct-io=on", str(disk.path)], check=True, capture_output=True, text=True
+    )
+    yield Path(done.stdout.strip())
+    subprocess.run(["losetup", "--detach", done.stdout.strip()], check=True)
+
+
+@pytest.mark.skipif(not Path("/dev/loop-control").exists(), reason="the kernel has no loop devices")
+def test_disk_may_be_a_block_device(guest: Guest, tmp_path: Path, loop_device: Path):
+    async def main() -> None:
+        vmm = await QemuVmm.detect(VmmKind.QEMU_TCG)
+        async with killed(await prepared(guest, tmp_path / "run", vmm)) as vm:
+            await load(vm, guest.state, Disk(loop_device))
+            await vm.resume()
+            await console(vm, "saved 44")
+        disk = Disk(loop_device)
+        async with killed(await vmm.boot(guest.machine, disk=disk, nic=None, run_dir=tmp_path / "run")) as vm:
+            await console(vm, "saved 44")
 
     asyncio.run(main())
 

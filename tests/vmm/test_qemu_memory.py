@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import os
 import random
 import signal
@@ -18,7 +19,7 @@ import uvloop
 from aenv.errors import ConflictError, InvalidInputError, LimitError, VmmError
 from aenv.vmm import mapper
 from aenv.vmm.base import MAX_EXTENTS, MAX_FILES, PAGE, Disk, MemoryExtent, MemoryMap, Vm, VmmKind, VmState
-from aenv.vmm.qemu import QemuVmm
+from aenv.vmm.qemu import QemuVm, QemuVmm
 from tests.vmm.guest import MEMORY_MIB, Guest, console, killed, load, new_disk, prepared, ram, write_command
 
 pytestmark = pytest.mark.vm
@@ -156,6 +157,30 @@ def test_source_shares_its_own_snapshot_and_goes_on(guest: Guest, tmp_path: Path
             write_command(disk.path, "ZERO 32")
             await console(vm, "ZERO 32")
             assert layer.read_bytes() == image
+
+    asyncio.run(main())
+
+
+def test_memory_with_a_hole_for_devices_is_one_region(guest: Guest, tmp_path: Path):
+    """For the guest what is beyond 3 GiB lies above 4 GiB; for us it follows."""
+    size, hole = 5 << 30, 3 << 30
+
+    async def main() -> None:
+        vmm = await QemuVmm.detect(VmmKind.QEMU_TCG)
+        image = tmp_path / "image"
+        with image.open("wb") as file:
+            file.truncate(size)
+            file.seek(hole - 4)
+            file.write(b"low.high")
+        machine = dataclasses.replace(guest.machine, memory_mib=size >> 20, vcpus=2)
+        async with killed(await vmm.prepare(machine, nic=None, run_dir=tmp_path / "run")) as vm:
+            (region,) = await vm.memory_regions()
+            assert (region.guest_offset, region.length) == (0, size)
+            await vm.map_memory(MemoryMap.whole(image, size))
+            assert isinstance(vm, QemuVm)
+            for place, text in ((hole - 4, "l"), (4 << 30, "h")):
+                shown = await vm._command("human-monitor-command", {"command-line": f"xp /1bc {place:#x}"})
+                assert shown.endswith(f"'{text}'\r\n")
 
     asyncio.run(main())
 

@@ -9,8 +9,9 @@ import os
 import random
 import struct
 import subprocess
+import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from aenv._native.lsmt import Image, create_writable
@@ -71,8 +72,9 @@ class Direct:
         os.close(self.fd)
 
 
-def exercise(path: str, model: bytearray, steps: int, seed: int) -> None:
-    """Random writes, discards, zeroings and flushes of the device, the same to the model, and a comparison of all."""
+def exercise(path: str, model: bytearray, steps: int, seed: int, base: int = 0) -> None:
+    """Random writes, discards, zeroings and flushes of the device from `base` on, the same to the model, and a
+    comparison of all."""
     generator = random.Random(seed)
     device = Direct(path)
     size = len(model)
@@ -83,18 +85,36 @@ def exercise(path: str, model: bytearray, steps: int, seed: int) -> None:
             action = generator.random()
             if action < 0.7:
                 data = generator.randbytes(length) if action < 0.6 else bytes(length)
-                device.write(offset, data)
+                device.write(base + offset, data)
                 model[offset : offset + length] = data
             elif action < 0.9:
                 length = (length + 4095) // 4096 * 4096
-                device.ioctl(BLKDISCARD if action < 0.8 else BLKZEROOUT, offset, length)
+                device.ioctl(BLKDISCARD if action < 0.8 else BLKZEROOUT, base + offset, length)
                 model[offset : offset + length] = bytes(length)
             else:
                 os.fsync(device.fd)
         for offset in range(0, size, 1 << 20):
-            assert device.read(offset, 1 << 20) == model[offset : offset + (1 << 20)], f"differs in MiB {offset >> 20}"
+            assert device.read(base + offset, 1 << 20) == model[offset : offset + (1 << 20)], (
+                f"differs in MiB {offset >> 20}"
+            )
     finally:
         device.close()
+
+
+def raises(action: Callable[[], object]) -> tuple[type[BaseException] | None, int | None]:
+    """The class of the error, and its errno."""
+    try:
+        action()
+    except Exception as error:
+        return type(error), getattr(error, "errno", None)
+    return None, None
+
+
+def until(done: Callable[[], object], seconds: float = 20) -> None:
+    deadline = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < deadline, "it does not happen"
+        time.sleep(0.02)  # the kernel's or another process's doing
 
 
 def kernel_devices() -> list[str]:
