@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from aenv.errors import ConflictError, UnavailableError
-from aenv.vmm.pool import WarmPool
+from aenv.vmm.pool import DEMAND, WarmPool
 
 
 class Item:
@@ -46,12 +46,15 @@ class Factory:
         item.discarded = True
 
     @contextlib.asynccontextmanager
-    async def pool(self, size: int = 2, hot: int = 2, quiet: float = 0) -> AsyncIterator[WarmPool[str, Item]]:
+    async def pool(
+        self, size: int = 2, hot: int = 2, quiet: float = 0, limit: int = 0
+    ) -> AsyncIterator[WarmPool[str, Item]]:
+        """With a `limit` of 0 the pool does not grow."""
         pool = WarmPool(
             self.make,
             self.discard,
             size=size,
-            limit=size,
+            limit=limit,
             hot=hot,
             broken=lambda i: i.dead,
             quiet=quiet,
@@ -92,6 +95,117 @@ def test_first_take_makes_and_then_items_wait():
             assert second is not first
             await until(lambda: pool.count("a") == 2)
             assert factory.most_at_a_time == 1, "the refill makes one at a time"
+
+    asyncio.run(main())
+
+
+def test_a_pool_grows_with_demand_up_to_its_limit():
+    async def main() -> None:
+        factory = Factory()
+        async with factory.pool(size=1, limit=4) as pool:
+            await pool.warm("a")
+            await until(lambda: pool.count("a") == 1)
+            for taken, ready in ((1, 1), (2, 2), (3, 3), (4, 4), (5, 4), (9, 4)):
+                while len(pool._takes.get("a", ())) < min(taken, 4):
+                    await pool.take("a")
+                await until(lambda ready=ready: pool.count("a") == ready)
+            await pool.take("a")
+            await until(lambda: pool.count("a") == 4)
+            assert factory.most_at_a_time == 1
+
+    asyncio.run(main())
+
+
+def test_each_key_has_a_demand_of_its_own():
+    async def main() -> None:
+        factory = Factory()
+        async with factory.pool(size=1, limit=3) as pool:
+            for key in "aaab":
+                await pool.take(key)
+            await until(lambda: (pool.count("a"), pool.count("b")) == (3, 1))
+
+    asyncio.run(main())
+
+
+def test_a_pool_shrinks_when_the_demand_is_over():
+    async def main() -> None:
+        factory = Factory()
+        loop = asyncio.get_running_loop()
+        real, ahead = loop.time, 0.0
+        async with factory.pool(size=1, limit=4) as pool:
+            for _ in range(3):
+                await pool.take("a")
+            await until(lambda: pool.count("a") == 3)
+            loop.time = lambda: real() + ahead  # type: ignore[method-assign]
+            try:
+                ahead = DEMAND / 2
+                await pool.take("a")  # still wanted then, the others are not
+                await until(lambda: pool.count("a") == 4)
+                ahead = DEMAND + 0.5
+                await until(lambda: pool.count("a") == 1)
+                ahead = 2 * DEMAND
+                for _ in range(20):
+                    await asyncio.sleep(0)
+                assert pool.count("a") == 1  # never fewer than `size`
+            finally:
+                del loop.time
+
+    asyncio.run(main())
+
+
+def test_an_item_that_grew_old_with_its_key_goes_with_it():
+    """Cooling or forgetting a key ends its demand; the next use begins with `size` items."""
+
+    async def main() -> None:
+        factory = Factory()
+        async with factory.pool(size=1, limit=4, hot=1) as pool:
+            for _ in range(3):
+                await pool.take("a")
+            await until(lambda: pool.count("a") == 3)
+            await pool.cool("a")
+            await pool.warm("a")
+            await until(lambda: pool.count("a") == 1)
+            for _ in range(3):
+                await pool.take("a")
+            await until(lambda: pool.count("a") == 3)
+            await pool.warm("b")
+            await until(lambda: pool.count("b") == 1)
+            await pool.warm("a")
+            await until(lambda: pool.count("a") == 1)
+            for _ in range(20):
+                await asyncio.sleep(0)
+            assert pool.count("a") == 1
+
+    asyncio.run(main())
+
+
+def test_a_pool_with_demand_is_closed_without_a_trace():
+    async def main() -> None:
+        factory = Factory()
+        async with factory.pool(size=1, limit=3) as pool:
+            for _ in range(3):
+                await pool.take("a")
+            await until(lambda: pool.count("a") == 3)
+            await pool.close()
+            assert pool._shrink is None
+            with pytest.raises(ConflictError):
+                pool.take_ready("a")
+
+    asyncio.run(main())
+
+
+def test_take_ready_waits_for_nothing():
+    async def main() -> None:
+        factory = Factory()
+        async with factory.pool(size=1) as pool:
+            assert pool.take_ready("a") is None
+            await until(lambda: pool.count("a") == 1)
+            factory.made[0].dead = True
+            assert pool.take_ready("a") is None  # a broken one is none
+            await until(lambda: pool.count("a") == 1)
+            item = pool.take_ready("a")
+            assert item is factory.made[-1]
+            item.discarded = True  # taken: ours to end
 
     asyncio.run(main())
 
