@@ -100,11 +100,11 @@ class _Collector:
             pid = regions[0].pid
             expected = memory.written_bytes(pid, _spans(regions), _size(regions))
             self.mappings = Path(f"/proc/{pid}/maps").read_bytes().count(b"\n")
-            space = os.statvfs(self._layer.parent)
-            if expected + SPACE_MARGIN > space.f_bavail * space.f_frsize:
+            free = _free_bytes(self._layer.parent)
+            if expected + SPACE_MARGIN > free:
                 raise VmmError(
                     f"cannot capture the memory: {expected >> 20} MiB have changed, "
-                    f"{space.f_bavail * space.f_frsize >> 20} MiB are free in {self._layer.parent}"
+                    f"{free >> 20} MiB are free in {self._layer.parent}"
                 )
             self._fds = [_opened(self._stack, path, os.O_RDONLY) for path in self._parent.files] if self._parent else []
             self._out = _opened(self._stack, self._layer, os.O_RDWR | os.O_CREAT | os.O_EXCL)
@@ -234,6 +234,11 @@ async def write_base(vm: Vm, *, state: Path, layer: Path) -> CaptureStats:
             path.unlink(missing_ok=True)
         raise
     return dataclasses.replace(captured.stats, sync_s=time.perf_counter() - begin)
+
+
+def _free_bytes(folder: Path) -> int:
+    space = os.statvfs(folder)
+    return space.f_bavail * space.f_frsize
 
 
 def _spans(regions: list[MemoryRegion]) -> list[memory.Region]:
