@@ -74,6 +74,7 @@ class Manager:
 
     async def open(self) -> None:
         """Take over what an earlier daemon left: adopt live machines, finish or undo what it was in the middle of."""
+        self._snapshots.sweep()
         await Recovery(self._life).run()
         self._life.telemetry.start(lambda: list(self._sandboxes.values()))
 

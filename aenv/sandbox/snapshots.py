@@ -47,6 +47,12 @@ class Snapshots:
         self._store = lifecycle.store
         self._staging = staging
 
+    def sweep(self) -> None:
+        """Remove what an earlier daemon had not committed when it was killed."""
+        for state in (SandboxState.SNAPSHOTTING, SandboxState.FORKING):
+            for left in self._staging.glob(f"{state.value}-*"):
+                shutil.rmtree(left, ignore_errors=True)
+
     # Snapshot
 
     async def snapshot(self, sandbox: Sandbox, *, name: str | None, memory: bool) -> Template:
