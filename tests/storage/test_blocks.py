@@ -345,7 +345,7 @@ def test_stop_server(tmp_path: Path) -> None:
         kill(blocks)
         # Never in the loop's thread: it is what starts the server.
         assert await asyncio.to_thread(os.pread, fd, 8, 4096) == (1).to_bytes(8, "little")
-        os.close(fd)
+        os.close(fd)  # of which the kernel tells the server a little later
         await blocks.close(stop_server=True)
         assert blocks.pid is None
         assert not os.path.ismount(blocks.directory)
