@@ -10,7 +10,6 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/wait.h>
-#include <signal.h>
 #include <unistd.h>
 
 #include "c_memory.h"
@@ -50,7 +49,7 @@ static void send_order(struct machine *m, struct order o) {
   assert(read(m->answers, &done, 1) == 1);
 }
 
-/* Files that the child maps must be open in it: it is forked again for each round, with its memory as it is. */
+/* The child opens the files that it maps through ours. */
 static struct machine start(int fd) {
   struct machine m;
   int orders[2], answers[2];
@@ -105,8 +104,8 @@ struct chain {
 
 /* Opens the layers as any reader does, and puts them over the base. */
 static struct stack *open_stack(const struct chain *chain) {
-  struct layer *layers[ROUNDS];
-  struct index *indexes[ROUNDS];
+  struct layer *layers[ROUNDS] = {0};
+  struct index *indexes[ROUNDS] = {0};
   struct stack *stack;
   struct fault fault;
   int layer_count = chain->count - 1;
