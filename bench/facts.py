@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,4 +49,34 @@ def row(bench: str, milliseconds: Sequence[float], **names: Any) -> dict[str, An
         "min_ms": round(min(milliseconds), 2),
         "max_ms": round(max(milliseconds), 2),
         "samples_ms": [round(v, 2) for v in milliseconds],
+    }
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """One figure of a row that has several."""
+    return {
+        "p50": round(percentile(values, 50), 2),
+        "p95": round(percentile(values, 95), 2),
+        "p99": round(percentile(values, 99), 2),
+        "min": round(min(values), 2),
+        "max": round(max(values), 2),
+    }
+
+
+def figures(bench: str, samples: Sequence[Mapping[str, float]], **names: Any) -> dict[str, Any]:
+    """One line with the spread of each figure that every sample has; the samples stay with it."""
+    spreads = {name: spread([sample[name] for sample in samples]) for name in samples[0]}
+    rounded = [{name: round(value, 2) for name, value in sample.items()} for sample in samples]
+    return {"bench": bench, **names, "n": len(samples), **spreads, "samples": rounded}
+
+
+def ratio(what: str, ours: float, rival: str, theirs: float) -> dict[str, Any]:
+    """How many times faster we were: medians, in milliseconds."""
+    return {
+        "bench": "ratio",
+        "what": what,
+        "rival": rival,
+        "ours_ms": round(ours, 2),
+        "rival_ms": round(theirs, 2),
+        "ratio": round(theirs / ours, 2),
     }

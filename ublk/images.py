@@ -19,7 +19,7 @@ import msgspec
 
 from aenv._native.lsmt import Image, Layer, Sealing, Stack, create_writable
 from aenv.errors import AenvError, ConflictError, InvalidInputError, NotFoundError, UnavailableError
-from ublk.front import FrontEnd, FuseFront, UblkFront
+from ublk.front import PATIENCE, POLL, FrontEnd, FuseFront, UblkFront
 from ublk.ranges import RemoteSpec
 from ublk.ranges import absolute_path as absolute
 from ublk.remote import RemoteLayer, RemoteLayers, TraceRecording, cache_name, prefetch
@@ -474,7 +474,13 @@ class Images:
         }
 
     async def in_use(self) -> list[str]:
-        return [name for name, opens in (await self._opens()).items() if opens]
+        """Those that somebody has open, still after a short while."""
+        deadline = time.monotonic() + PATIENCE
+        while used := [name for name, opens in (await self._opens()).items() if opens]:
+            if time.monotonic() > deadline:
+                break
+            await asyncio.sleep(POLL)
+        return used
 
     async def shut(self) -> list[str]:
         """Flush, wait for what is being sealed, unmount, close. Gives the errors in words; all is tried."""

@@ -177,6 +177,7 @@ class RemoteLayers:
         deadline = time.monotonic() + CLOSE_SECONDS
         for origin in origins:
             origin.close(deadline)
+        self._cache.release()
 
     def _source(self, spec: RemoteSpec) -> RangeSource:
         source = spec.source

@@ -60,6 +60,16 @@ void cache_unref(struct cache *cache)
     free(cache);
 }
 
+void cache_release(struct cache *cache)
+{
+    pthread_mutex_lock(&cache->evicting);
+    atomic_store(&cache->released, true);
+    if (cache->lock_fd >= 0)
+        close(cache->lock_fd);
+    cache->lock_fd = -1;
+    pthread_mutex_unlock(&cache->evicting);
+}
+
 static int check_options(const struct cache_options *o, struct fault *fault)
 {
     if (o->chunk_size < CACHE_CHUNK_LEAST || o->chunk_size > CACHE_CHUNK_MOST || o->chunk_size & (o->chunk_size - 1))

@@ -304,7 +304,7 @@ bool remote_store(struct remote *remote, uint64_t number, const char *bytes, boo
         word = atomic_load(&chunk->word);
     }
     unsigned base = word & ~(WORD_STATE | WORD_MARK);
-    if (!cache_make_room(cache, length)) {
+    if (atomic_load(&cache->released) || !cache_make_room(cache, length)) {
         add(&cache->not_stored, 1);
         return false;
     }

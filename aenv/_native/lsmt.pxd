@@ -157,6 +157,7 @@ cdef extern from "lsmt_cache.h" nogil:
     struct cache
     int cache_open(const char *directory, const cache_options *, cache **, fault *)
     void cache_unref(cache *)
+    void cache_release(cache *)
     void cache_get_stats(cache *, cache_stats *)
 
     struct origin

@@ -79,6 +79,7 @@ class CacheStats(NamedTuple):
 
 class ChunkCache:
     directory: _Path
+    def release(self) -> None: ...
     def __init__(
         self,
         directory: _Path,

@@ -36,6 +36,7 @@ struct origin;
 
 int cache_open(const char *directory, const struct cache_options *options, struct cache **out, struct fault *fault);
 void cache_unref(struct cache *cache);
+void cache_release(struct cache *cache); /* another process may use the directory now: nothing is stored any longer */
 void cache_get_stats(struct cache *cache, struct cache_stats *stats);
 
 /* Whoever fetches from one place. Closing it ends its fetchers and fails its readers. */

@@ -66,6 +66,11 @@ cdef class ChunkCache:
     def __dealloc__(self):
         cache_unref(self._cache)
 
+    def release(self):
+        """Leave the directory to others; from now on nothing is stored in it."""
+        with nogil:
+            cache_release(self._cache)
+
     @property
     def stats(self):
         cdef cache_stats s

@@ -74,6 +74,7 @@ struct cache {
     atomic_uint refs;
     char *directory;
     int lock_fd;
+    atomic_bool released;
     struct cache_options options;
     uint64_t high, low; /* bytes: eviction begins and ends */
     atomic_ulong used;

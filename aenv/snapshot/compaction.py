@@ -6,6 +6,7 @@ Snapshots and machines that use the old layers go on doing so; the old files are
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import threading
 import uuid
@@ -69,7 +70,9 @@ async def compact(layers: Sequence[Path], out: Path, *, below: bool) -> CommitRe
         return await asyncio.shield(done)
     except asyncio.CancelledError:
         stop.set()
-        await asyncio.wait([done])
+        while not done.done():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait([done])
         if done.exception() is None:
             out.unlink(missing_ok=True)
         raise

@@ -6,6 +6,7 @@ import os
 import random
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,8 @@ HERE = Path(__file__).parent
 NATIVE = HERE.parent.parent / "aenv/_native"
 
 
-def build(target: Path, sanitizer: str) -> Path:
+def build(target: Path, sanitizer: str, program: str = "c_exercise.c", parts: Sequence[str] = ("",)) -> Path:
+    """`parts`: begins of the names of the files that are needed."""
     compiler = os.environ.get("CC", "cc")
     if shutil.which(compiler) is None:
         pytest.skip("no C compiler")
@@ -24,8 +26,9 @@ def build(target: Path, sanitizer: str) -> Path:
         compiler, "-std=gnu11", "-O1", "-g", "-Wall", "-Wextra", "-Werror", f"-fsanitize={sanitizer}",
         "-fno-sanitize-recover=all",
         "-DRELEASE_FROM=16384", "-DSHORTEN_FROM=64", "-DDIRECT_FROM=4096",
-        f"-I{NATIVE}", "-o", str(target), str(HERE / "c_exercise.c"),
-        *map(str, sorted(NATIVE.glob("c_lsmt_*.c"))), "-llz4", "-lzstd", "-lpthread",
+        f"-I{NATIVE}", "-o", str(target), str(HERE / program),
+        *sorted({str(path) for part in parts for path in NATIVE.glob(f"c_lsmt_{part}*.c")}),
+        "-llz4", "-lzstd", "-lpthread",
     ]  # fmt: skip
     subprocess.run(command, check=True, capture_output=True, text=True)
     return target

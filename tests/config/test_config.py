@@ -18,6 +18,7 @@ GOOD: dict[str, tuple[str, str, str]] = {
     "network.uplink": ("none", "netns:one", "netns:two"),
     "vmm.kind": ("qemu-tcg", "qemu-kvm", "auto"),
     "vmm.pool": ("0", "1", "64"),
+    "vmm.pool_max": ("0", "1", "256"),
     "vmm.hot": ("0", "1", "64"),
     "network.pool": ("0", "1", "256"),
     "network.max": ("1", "2", "4096"),

@@ -8,6 +8,7 @@ import fcntl
 import os
 import random
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -345,7 +346,7 @@ def test_stop_server(tmp_path: Path) -> None:
         kill(blocks)
         # Never in the loop's thread: it is what starts the server.
         assert await asyncio.to_thread(os.pread, fd, 8, 4096) == (1).to_bytes(8, "little")
-        os.close(fd)
+        os.close(fd)  # of which the kernel tells the server a little later
         await blocks.close(stop_server=True)
         assert blocks.pid is None
         assert not os.path.ismount(blocks.directory)
@@ -384,6 +385,36 @@ def test_damaged_state_and_missing_layers_harm_nothing_else(tmp_path: Path) -> N
         await reader.verify()
         for name in ("held", "memory"):
             await blocks.close_image(name)
+
+    run(tmp_path, body)
+
+
+@pytest.mark.skipif(KERNEL < (6, 9) or shutil.which("qemu-io") is None, reason="needs Linux 6.9 and qemu-utils")
+def test_qemu_sees_only_latency(tmp_path: Path) -> None:
+    """Its own block layer, with O_DIRECT and several requests at a time. It ends at the first error."""
+
+    async def body(blocks: Blocks, folder: Path, start: Start) -> None:
+        async with disk(blocks, folder) as found:
+            commands = []
+            for step in range(60):
+                commands += [f"aio_write -P {step + 1} {(step * 7 + i) % 60 * 131072} 128k" for i in range(4)]
+                commands += ["aio_flush", f"read -P {step + 1} {step * 7 % 60 * 131072} 128k", "flush"]
+                commands += [f"discard {step * 7 % 60 * 131072} 64k", f"read -P 0 {step * 7 % 60 * 131072} 64k"]
+            arguments = [argument for command in commands for argument in ("-c", command)]
+            qemu = await asyncio.create_subprocess_exec(
+                "qemu-io", "-f", "raw", "-t", "none", "-d", "unmap", *arguments, found["path"],
+                stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
+            )  # fmt: skip
+            output = asyncio.create_task(qemu.communicate())
+            kills = 0
+            while not output.done() and kills < 10:
+                kill(blocks)
+                kills += 1
+                await blocks.list_images()
+            text = (await output)[0].decode()
+            assert qemu.returncode == 0, text
+            assert "failed" not in text
+            assert text.count("wrote 131072/131072") == 240
 
     run(tmp_path, body)
 

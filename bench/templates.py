@@ -1,0 +1,47 @@
+"""What a measurement asks of a home: templates of a size, and settings."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+from aenv.config import Config
+from aenv.errors import NotFoundError
+from aenv.storage.home import Home
+from aenv.storage.repository import Repository
+from aenv.template.build import Builder, Sizes
+from aenv.vmm.probe import select_vmm
+
+BASE = "base"
+DISK_MIB = 4096  # sparse; has room for what the benches write
+
+
+@asynccontextmanager
+async def of_size(config: Config, memory_mib: int, say: Callable[[str], None]) -> AsyncIterator[str]:
+    """The name of a template whose guests have one vCPU and `memory_mib`: `base` if it is that large, or
+    `bench-MEMORY` if that is there. Else it is built, which takes a minute, and removed at the end."""
+    home = Home(config.home, config.cache)
+    home.create()
+    repository = Repository(home.templates)
+    for name in (BASE, f"bench-{memory_mib}"):
+        try:
+            manifest = repository.find(name).manifest
+        except NotFoundError:
+            continue
+        if (manifest.memory_mib, manifest.vcpus) == (memory_mib, 1):
+            yield name
+            return
+    vmm = await select_vmm(config["vmm.kind"], home.cache)
+    builder = Builder(home, vmm, repository, say, boot_timeout=max(config["agent.timeout"], 120))
+    template = await asyncio.to_thread(builder.base, f"bench-{memory_mib}", Sizes(1, memory_mib, DISK_MIB))
+    try:
+        yield template.names[0]
+    finally:
+        await asyncio.to_thread(repository.delete, template)
+
+
+def with_settings(config: Config, **settings: Any) -> Config:
+    """The same configuration with other values; `__` stands for the dot in a setting's name."""
+    return Config(config._values | {name.replace("__", "."): value for name, value in settings.items()})
