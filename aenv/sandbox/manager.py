@@ -15,7 +15,7 @@ from aenv.errors import ConflictError, InvalidInputError, LimitError, NotFoundEr
 from aenv.observe.events import Event
 from aenv.observe.logs import LogEntry, LogQuery
 from aenv.observe.metrics import MetricPoint
-from aenv.sandbox.family import family
+from aenv.sandbox.family import family, new_bytes
 from aenv.sandbox.lifecycle import ALIVE, Lifecycle
 from aenv.sandbox.live import ENVD_VERSION, Sandbox
 from aenv.sandbox.machines import Machines, Running
@@ -35,7 +35,6 @@ from aenv.sandbox.service import (
 from aenv.sandbox.snapshots import Snapshots
 from aenv.sandbox.store import Store, now
 from aenv.sandbox.tokens import Tokens
-from aenv.snapshot.checkpoint import own_bytes
 from aenv.snapshot.manifest import SnapshotKind
 from aenv.storage.home import Home
 from aenv.storage.repository import Repository, Template
@@ -225,11 +224,14 @@ class Manager:
 
     async def snapshot(self, sandbox_id: str, *, name: str | None = None, memory: bool = True) -> SnapshotInfo:
         sandbox = self._visible(sandbox_id)
-        return _snapshot_info(await self._life.do(self._snapshots.snapshot(sandbox, name=name, memory=memory)))
+        snapshot = await self._life.do(self._snapshots.snapshot(sandbox, name=name, memory=memory))
+        for info in await self.snapshots():
+            if info.id == snapshot.id:
+                return info
+        raise NotFoundError(f"snapshot {snapshot.title} was deleted meanwhile")
 
     async def snapshots(self) -> Sequence[SnapshotInfo]:
-        found = [t for t in self._repository.templates() if t.kind is SnapshotKind.SNAPSHOT]
-        return [_snapshot_info(t) for t in reversed(found)]
+        return (await asyncio.to_thread(_snapshot_infos, self._repository.templates()))[::-1]
 
     async def fork(self, sandbox_id: str, count: int, timeout: int) -> Sequence[SandboxInfo | ForkFailure]:
         sandbox = self._running(sandbox_id)
@@ -252,7 +254,8 @@ class Manager:
     async def tree(self) -> Sequence[TreeNode]:
         templates = self._repository.templates()
         alive = [s for s in self._sandboxes.values() if s.state in ALIVE and not s.doomed]
-        return await asyncio.to_thread(family, templates, alive, self._machines.directory)
+        regions = {s.id: await s.running.vm.memory_regions() for s in alive if s.running is not None}
+        return await asyncio.to_thread(family, templates, alive, self._machines.directory, regions)
 
     # What the data plane needs
 
@@ -314,23 +317,32 @@ class Manager:
             raise InvalidInputError(field, f"must be from {low} to {limit} seconds, got {seconds}")
 
 
-def _snapshot_info(template: Template) -> SnapshotInfo:
-    manifest = template.manifest
-    assert manifest.sandbox is not None
-    assert manifest.parent is not None
-    return SnapshotInfo(
-        id=template.id,
-        names=template.names,
-        sandbox_id=manifest.sandbox,
-        parent_id=manifest.parent,
-        created_at=datetime.fromtimestamp(manifest.created, UTC),
-        cpu_count=manifest.vcpus,
-        memory_mib=manifest.memory_mib,
-        disk_mib=template.disk_size >> 20,
-        memory=bool(manifest.memory),
-        memory_bytes=own_bytes(template.directory, manifest.memory),
-        disk_bytes=own_bytes(template.directory, manifest.disk.layers),
-    )
+def _snapshot_infos(templates: Sequence[Template]) -> list[SnapshotInfo]:
+    """Oldest first, like `templates`: a layer is counted for the oldest that has it."""
+    counted: set[tuple[int, int]] = set()
+    infos = []
+    for template in templates:
+        manifest = template.manifest
+        memory = new_bytes(template.directory, manifest.memory, counted)
+        disk = new_bytes(template.directory, manifest.disk.layers, counted)
+        if manifest.sandbox is None or manifest.parent is None:
+            continue
+        infos.append(
+            SnapshotInfo(
+                id=template.id,
+                names=template.names,
+                sandbox_id=manifest.sandbox,
+                parent_id=manifest.parent,
+                created_at=datetime.fromtimestamp(manifest.created, UTC),
+                cpu_count=manifest.vcpus,
+                memory_mib=manifest.memory_mib,
+                disk_mib=template.disk_size >> 20,
+                memory=bool(manifest.memory),
+                memory_bytes=memory,
+                disk_bytes=disk,
+            )
+        )
+    return infos
 
 
 def _template_info(template: Template) -> TemplateInfo:

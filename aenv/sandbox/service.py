@@ -154,7 +154,7 @@ class TemplateInfo:
 class SnapshotInfo:
     """A snapshot: state of a sandbox from which others are created. `names` are `name` or `name:tag`, like those of
     templates; `parent_id` is the template or snapshot it holds the changes to; `memory` is False when only the file
-    system was kept, and a sandbox from it boots. Bytes are those stored for it alone, not for what it is based on."""
+    system was kept, and a sandbox from it boots. Bytes are those of layers that no older template or snapshot has."""
 
     id: str
     names: tuple[str, ...]
@@ -177,9 +177,9 @@ class NodeKind(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TreeNode:
-    """One node of the family tree. `parent_id` is None for templates. `memory_bytes` and `disk_bytes` are what it has
-    on disk alone; `resident_bytes` is the PSS of a running sandbox's VMM and `private_bytes` its guest's own pages,
-    None for everything that does not run."""
+    """One node of the family tree. `parent_id` is None for templates. `memory_bytes` and `disk_bytes` are the
+    layers that no node before it has; `resident_bytes` is the PSS of a running sandbox's VMM and `private_bytes` what
+    its guest has written of its RAM since it was mapped, None for everything that does not run."""
 
     kind: NodeKind
     id: str

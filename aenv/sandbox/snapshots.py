@@ -262,7 +262,8 @@ class Snapshots:
                 raise ConflictError(f"sandbox {sandbox.id} is {sandbox.state.value}")
             if sandbox.state is SandboxState.PAUSED:
                 life.check_room()
-            if snapshot.id not in record.lineage and snapshot.manifest.sandbox != sandbox.id:
+            known = snapshot.id in record.lineage or snapshot.id == record.template_id
+            if not known and snapshot.manifest.sandbox != sandbox.id:
                 raise ConflictError(f"snapshot {snapshot.title} is not one of sandbox {sandbox.id}")
             if snapshot.checkpoint.state is not None:
                 self._machines.require(snapshot)
@@ -301,9 +302,7 @@ class Snapshots:
         while identity is not None and identity not in known and identity not in found:
             found.append(identity)
             identity = parents.get(identity)
-        if (
-            identity is None and snapshot.manifest.sandbox == sandbox.id
-        ):  # a parent was deleted
+        if identity is None:  # a parent was deleted
             identity = sandbox.template.id
         return [*found, *(known[known.index(identity) :] if identity in known else [])][:LINEAGE]
 

@@ -71,13 +71,3 @@ class Checkpoint:
 def index_of(layer: Path) -> Path:
     """The index file of a layer that is not sealed."""
     return layer.with_suffix(INDEX_SUFFIX)
-
-
-def own_bytes(directory: Path, names: tuple[str, ...] | list[str]) -> int:
-    """Bytes on disk of those files that no other directory has a link to."""
-    total = 0
-    for name in names:
-        status = (directory / name).stat()
-        if status.st_nlink == 1:
-            total += status.st_blocks * 512
-    return total

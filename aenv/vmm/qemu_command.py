@@ -90,8 +90,8 @@ def disk_node(disk: Disk, fd: int) -> dict[str, Any]:
     driver = "host_device" if stat.S_ISBLK(os.fstat(fd).st_mode) else "file"  # each refuses the other's
     # A lock would need the file opened by QEMU itself.
     node: dict[str, Any] = {"driver": driver, "filename": f"/dev/fdset/{DISK_SET}", "locking": "off"}
-    # A flush of the guest ends here: what it has written is in the block server, which outlives the VMM, and reaches the
-    # disk with a pause or a snapshot. A running machine does not survive a power cut anyway.
+    # A flush of the guest ends here: what it has written is in the block server, which outlives the VMM, and reaches
+    # the disk with a pause or a snapshot. A running machine does not survive a power cut anyway.
     node["cache"] = {"direct": bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT), "no-flush": True}
     return node | ({"read-only": True} if disk.read_only else {"discard": "unmap"})
 
