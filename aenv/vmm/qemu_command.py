@@ -44,7 +44,7 @@ def machine_arguments(machine: Machine, kind: VmmKind, cpu_model: str, monitor: 
 
 
 def nic_arguments(nic: Nic, fd: int) -> list[str]:
-    return ["-netdev", f"tap,id=net,fd={fd},vhost=off", "-device", f"virtio-net-device,netdev=net,mac={nic.mac}"]
+    return ["-netdev", f"tap,id=net,fd={fd},vhost=off", "-device", f"virtio-net-device,netdev=net,mac={nic.mac},guest_announce=off"]
 
 
 def boot_arguments(machine: Machine, kernel: int, initrd: int) -> list[str]:
