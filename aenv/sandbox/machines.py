@@ -279,8 +279,10 @@ class Machines:
             running = await self.restore(checkpoint, policy, pooled=pooled, memory=memory)
             (folder / checkpoint.state).unlink()
             return running
-        except BaseException:
+        except BaseException as error:
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+            if isinstance(error, FileNotFoundError) and not source.directory.exists():
+                raise NotFoundError(f"template {template.title} does not exist") from error  # it was just deleted
             raise
 
     async def restore(

@@ -12,10 +12,10 @@ import copy
 import itertools
 import random
 import tempfile
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -25,7 +25,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from aenv.errors import AenvError, ConflictError, LimitError, NotFoundError, UnavailableError, VmmError
 from aenv.sandbox.manager import Manager
 from aenv.sandbox.service import ForkFailure, NetworkOptions, OnTimeout, SandboxInfo, SandboxState
-from tests.sandbox.doubles import Content
+from tests.sandbox.doubles import Content, FakeVm
 from tests.sandbox.world import BASE, World, options, quiet, read, settled, vm_of, write
 
 T = TypeVar("T")
@@ -332,52 +332,61 @@ TestOneAfterTheOther = OneAfterTheOther.TestCase
 TestOneAfterTheOther.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
 
 
-async def client(world: World, manager: Manager, chance: random.Random, calls: int) -> None:
-    for _ in range(calls):
-        ids = [*manager._sandboxes]
-        sandbox_id = chance.choice(ids) if ids else "nobody"
-        snapshots = [s.id for s in await manager.snapshots()]
-        snapshot = chance.choice(snapshots) if snapshots else "base"
+class Client:
+    """One of those that do at random what can be done, to sandboxes that all of them know."""
+
+    def __init__(self, world: World, manager: Manager, seed: str) -> None:
+        self.world = world
+        self.manager = manager
+        self.chance = random.Random(seed)
+
+    def operation(self, sandbox_id: str, snapshots: list[str]) -> Coroutine[Any, Any, Any]:
+        manager, chance = self.manager, self.chance
+        snapshot = chance.choice(snapshots) if snapshots else "none"
         asked = options(
-            auto_resume=True, on_timeout=chance.choice(list(OnTimeout)), pause_memory=chance.random() < 0.5,
-            template=chance.choice(("base", snapshot)),
+            template=chance.choice(("base", *snapshots)), auto_resume=True, on_timeout=chance.choice(list(OnTimeout)),
+            pause_memory=chance.random() < 0.5,
         )  # fmt: skip
-        operation = chance.choice(
-            [
-                lambda asked=asked: manager.create(asked),
-                lambda i=sandbox_id: manager.pause(i, memory=chance.random() < 0.7),
-                lambda i=sandbox_id: manager.connect(i, 300),
-                lambda i=sandbox_id: manager.resume(i, 300),
-                lambda i=sandbox_id: manager.reach(i),
-                lambda i=sandbox_id: manager.set_timeout(i, chance.choice((0, 100))),
-                lambda i=sandbox_id: manager.refresh(i, 400),
-                lambda i=sandbox_id: manager.set_network(i, POLICY),
-                lambda i=sandbox_id: manager.kill(i),
-                lambda i=sandbox_id: manager.snapshot(i, memory=chance.random() < 0.7),
-                lambda i=sandbox_id: manager.snapshot(i, name=f"name{chance.randrange(3)}"),
-                lambda i=sandbox_id: manager.fork(i, chance.randrange(1, 4), 300),
-                lambda i=sandbox_id, s=snapshot: manager.rollback(i, s),
-                lambda s=snapshot: manager.delete_template(s),
-                lambda i=sandbox_id: manager.tree(),
-            ]
-        )
-        if sandbox_id in manager._sandboxes and (running := manager._sandboxes[sandbox_id].running) is not None:
-            vm = vm_of(manager, sandbox_id)
-            if running.vm is vm and vm.runs:
-                write(manager, sandbox_id, **{chance.choice(KEYS): str(chance.randrange(4))})
-        work = asyncio.ensure_future(operation())
-        if chance.random() < 0.2:
-            await asyncio.sleep(chance.random() * 0.003)
-            work.cancel()
-        await asyncio.wait([work])
-        if not work.cancelled() and (error := work.exception()) is not None:
-            assert isinstance(error, AenvError), error
-        if chance.random() < 0.05 and world.host.alive:
-            chance.choice(list(world.host.alive.values()))[0].die()
-        if chance.random() < 0.1:
-            world.host.fail = {chance.choice((*CAPTURE_STEPS, *START_STEPS, "boot", "apply")): VmmError("chance")}
-        elif chance.random() < 0.3:
-            world.host.fail = {}
+        operations: list[Callable[[], Coroutine[Any, Any, Any]]] = [
+            lambda: manager.create(asked),
+            lambda: manager.pause(sandbox_id, memory=chance.random() < 0.7),
+            lambda: manager.connect(sandbox_id, 300),
+            lambda: manager.resume(sandbox_id, 300),
+            lambda: manager.reach(sandbox_id),
+            lambda: manager.set_timeout(sandbox_id, chance.choice((0, 100))),
+            lambda: manager.refresh(sandbox_id, 400),
+            lambda: manager.set_network(sandbox_id, POLICY),
+            lambda: manager.kill(sandbox_id),
+            lambda: manager.snapshot(sandbox_id, memory=chance.random() < 0.7),
+            lambda: manager.snapshot(sandbox_id, name=f"name{chance.randrange(3)}"),
+            lambda: manager.fork(sandbox_id, chance.randrange(1, 4), 300),
+            lambda: manager.rollback(sandbox_id, snapshot),
+            lambda: manager.delete_template(snapshot),
+            manager.tree,
+        ]
+        return chance.choice(operations)()
+
+    async def run(self, calls: int) -> None:
+        chance, host, sandboxes = self.chance, self.world.host, self.manager._sandboxes
+        for _ in range(calls):
+            sandbox_id = chance.choice([*sandboxes]) if sandboxes else "nobody"
+            running = sandboxes[sandbox_id].running if sandboxes else None
+            if running is not None and cast(FakeVm, running.vm).runs:
+                write(self.manager, sandbox_id, **{chance.choice(KEYS): str(chance.randrange(4))})
+            snapshots = [s.id for s in await self.manager.snapshots()]
+            work = asyncio.ensure_future(self.operation(sandbox_id, snapshots))
+            if chance.random() < 0.2:
+                await asyncio.sleep(chance.random() * 0.003)
+                work.cancel()
+            await asyncio.wait([work])
+            if not work.cancelled() and (error := work.exception()) is not None:
+                assert isinstance(error, AenvError), error
+            if chance.random() < 0.03 and host.alive:
+                chance.choice(list(host.alive.values()))[0].die()
+            if chance.random() < 0.1:
+                host.fail = {chance.choice((*CAPTURE_STEPS, *START_STEPS, "boot", "apply")): VmmError("chance")}
+            elif chance.random() < 0.3:
+                host.fail = {}
 
 
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -387,7 +396,7 @@ def test_eight_clients_at_once(seed: int) -> None:
         world.host.jitter = lambda: chance.random() * 0.002
         async with asyncio.timeout(60):
             async with world.daemon() as manager:
-                await asyncio.gather(*(client(world, manager, random.Random(f"{seed}{n}"), 25) for n in range(8)))
+                await asyncio.gather(*(Client(world, manager, f"{seed}{n}").run(25) for n in range(8)))
                 world.host.fail = {}
                 await settled(manager)
                 for sandbox in list(manager._sandboxes.values()):  # a time-out of 0 may still be on its way

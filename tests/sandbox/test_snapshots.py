@@ -199,6 +199,31 @@ def test_a_snapshot_can_be_deleted_while_it_is_in_use(world: World) -> None:
     run(world, scenario)
 
 
+def test_a_snapshot_that_is_deleted_while_a_sandbox_starts_from_it(world: World) -> None:
+    async def scenario(manager: Manager) -> None:
+        source = await manager.create(BASE)
+        write(manager, source.id, a="1")
+        for number, moment in enumerate(("create layer", "prepare")):
+            await manager.snapshot(source.id, name="s")
+            world.host.reached.clear()
+            world.host.hold[moment] = asyncio.Event()
+            creating = asyncio.ensure_future(manager.create(options(template="s")))
+            await world.host.until(moment)
+            await manager.delete_template("s")
+            world.host.hold.pop(moment).set()
+            child = await creating  # it has links to all it needs
+            assert read(manager, child.id) == ONE
+            assert len(await manager.sandboxes()) == number + 2
+        await manager.snapshot(source.id, name="s")
+        creating = asyncio.ensure_future(manager.create(options(template="s")))
+        await asyncio.sleep(0)  # it is found, and nothing of it is linked
+        world.repository.delete(world.repository.find("s"))
+        with pytest.raises(NotFoundError):
+            await creating
+
+    run(world, scenario)
+
+
 def test_sandboxes_of_a_deleted_snapshot_are_there_after_a_restart(world: World) -> None:
     async def main() -> None:
         async with world.daemon(crash=True) as manager:
