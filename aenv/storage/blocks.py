@@ -194,8 +194,7 @@ class Blocks:
         for attempt in range(sys.maxsize):
             await asyncio.sleep(PAUSES[min(attempt, len(PAUSES) - 1)])
             try:
-                # If it cannot take the mount over, sandboxes that use it are lost; those to come need not be.
-                await self._start_server(self._kept if attempt < len(PAUSES) else ())
+                await self._start_server(self._kept)
                 break
             except AenvError as error:
                 log.error("%s", error)
