@@ -76,6 +76,10 @@ def _machine_words(kind: VmmKind, tsc_khz: int | None) -> list[str]:
             # Translated code is found again by its virtual address: with randomised addresses every program is
             # translated anew each time it runs (a shell command took 120 ms instead of 35 ms). The VM is the isolation.
             "norandmaps",
+            # X86_FEATURE_CX16 (word 4, bit 13): QEMU before 8.0 emulates cmpxchg16b with a stale idea of where the flags
+            # are, and an interrupt right behind it finds, and restores, garbage in EFLAGS: the kernel's allocator, which
+            # uses it all the time, then ends in a double fault. Without the feature it disables interrupts instead.
+            "clearcpuid=141",
             "init_on_alloc=0",  # clearing every page twice is costly when instructions are emulated
         ]
     if kind is VmmKind.QEMU_KVM:

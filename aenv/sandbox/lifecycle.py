@@ -382,16 +382,18 @@ class Lifecycle:
 
     async def settle(self, sandbox: Sandbox) -> None:
         """Make the pause of a sandbox durable. What fails now is tried again at the next resume or start."""
-        record = sandbox.record
+        record, durable = sandbox.record, True
         try:
             await self.machines.settle(sandbox.checkpoint(self.machines.directory(sandbox.id)))
         except (AenvError, OSError) as error:
             log.warning("the pause of sandbox %s is not on the disk yet: %s", sandbox.id, error)
+            durable = False
+        if sandbox.doomed or sandbox.state is not SandboxState.PAUSED:
             return
-        if not sandbox.doomed and sandbox.state is SandboxState.PAUSED:
+        self.machines.tidy(record, sandbox.former)
+        if durable:
             record.unsettled = None
             self.store.save(record, durable=True)
-            self.machines.tidy(sandbox.record, sandbox.running, sandbox.former)
             self.chains.look_at(sandbox)
 
     async def end_machine(self, sandbox: Sandbox, running: Running) -> bool:

@@ -18,6 +18,7 @@ def words(kind: VmmKind = VmmKind.QEMU_TCG, **options: object) -> list[str]:
 def test_emulation_needs_the_frequency() -> None:
     assert "tsc_early_khz=2500000" in words()
     assert "mitigations=off" in words()
+    assert "clearcpuid=141" in words()  # cx16
 
 
 @pytest.mark.parametrize("kind", [VmmKind.QEMU_KVM, VmmKind.FIRECRACKER])
@@ -25,6 +26,7 @@ def test_real_processors_keep_clock_and_mitigations(kind: VmmKind) -> None:
     line = kernel_cmdline(kind)
     assert "tsc" not in line
     assert "mitigations" not in line
+    assert "clearcpuid" not in line
 
 
 def test_addresses_are_those_of_every_slot() -> None:

@@ -278,3 +278,10 @@ def test_many_commands_at_once(box: Sandbox) -> None:
     for thread in threads:
         thread.join()
     assert results == {n: f"{n}\n" for n in range(8)}
+
+
+def test_an_emulated_kernel_does_without_cmpxchg16b(box: Sandbox) -> None:
+    """The emulator leaves garbage in EFLAGS after it (see docs/boot.md): nothing in the kernel may use it."""
+    flags = box.commands.run("grep -m1 ^flags /proc/cpuinfo").stdout.split()
+    assert "tsc" in flags
+    assert "cx16" not in flags or "kvm" in box.commands.run("cat /proc/cmdline").stdout

@@ -5,49 +5,44 @@ from __future__ import annotations
 import asyncio
 import shutil
 from pathlib import Path
-from typing import cast
 
 import pytest
 
 from aenv.errors import VmmError
-from aenv.sandbox.manager import _machine_record
-from aenv.sandbox.service import CreateOptions, PauseMode, SandboxState
-from aenv.sandbox.store import Machine, Record, Store, now
+from aenv.sandbox.lifecycle import machine_record
+from aenv.sandbox.service import PauseMode, SandboxState
+from aenv.sandbox.store import Machine, Store
 from tests.sandbox import doubles
-from tests.sandbox.doubles import FakeSlot, FakeVm, World
+from tests.sandbox.doubles import FakeSlot
+from tests.sandbox.world import BASE, World, options, quiet, read, running_of, settled, vm_of, write
 
-BASE = CreateOptions(template="base", timeout=300)
 MACHINELESS = (SandboxState.PAUSED, SandboxState.STARTING, SandboxState.KILLING, SandboxState.GONE, SandboxState.FAILED)
+ONE = ({"a": "1"}, {"a": "1"})
 
 
-def left_behind(world: World, state: SandboxState, machine: str, *, capture: bool = False) -> str:
-    """A sandbox as a killed daemon left it. `machine` is none, alive or dead."""
-    record = Record(
-        id="i" + "0" * 20,
-        template_id=world.template.id,
-        options=BASE,
-        started_at=now(),
-        end_at=now() + 300,
-        state=state,
-        machine_id="m" * 32,
-    )
-    if machine != "none":
-        running = world.host.start()
-        record.machine = _machine_record(running)
+async def left_behind(world: World, state: SandboxState, machine: str) -> str:
+    """A sandbox as a killed daemon left it in the middle of something. `machine` is none, alive or dead."""
+    async with world.daemon(crash=True) as manager:
+        sandbox_id = (await manager.create(BASE)).id
+        write(manager, sandbox_id, a="1")
+        sandbox = manager._sandboxes[sandbox_id]
+        running = running_of(manager, sandbox_id)
+        if machine == "none" or state in (SandboxState.PAUSED, SandboxState.RESUMING):
+            await manager.pause(sandbox_id)
+            await settled(manager)
+        if machine != "none" and state in (SandboxState.PAUSED, SandboxState.RESUMING):
+            record = sandbox.record
+            running = await world.machines.restore(
+                sandbox.checkpoint(world.machines.directory(sandbox_id)), running.slot.policy
+            )
+            record.machine, record.upper = machine_record(running), running.disk.upper
+            world.store.save(record)
         if machine == "dead":
-            world.host.stop(running.slot.index)
-    folder = world.folder / "sandboxes" / record.id
-    folder.mkdir(parents=True)
-    (folder / "disk.qcow2").touch()
-    if capture or state is SandboxState.PAUSED or (state is SandboxState.RESUMING):
-        (folder / "pause").mkdir()
-        (folder / "pause/state").touch()
-    if state is SandboxState.PAUSING:
-        (folder / "pause.part").mkdir()
-    store = Store(world.database)
-    store.insert(record)
-    store.close()
-    return record.id
+            sandbox.running = None  # the daemon has not noticed
+            world.host.alive[running.vm.pid][0].end("killed")
+        record = sandbox.record
+        world.store.transition(record, list(SandboxState), state)
+    return sandbox_id
 
 
 def expected(state: SandboxState, machine: str) -> SandboxState | None:
@@ -62,37 +57,23 @@ def expected(state: SandboxState, machine: str) -> SandboxState | None:
 @pytest.mark.parametrize("state", list(SandboxState))
 def test_every_state_is_finished_or_undone(world: World, state: SandboxState, machine: str) -> None:
     async def main() -> None:
-        sandbox_id = left_behind(world, state, machine)
+        sandbox_id = await left_behind(world, state, machine)
         async with world.daemon() as manager:
+            await settled(manager)
             found = {s.id: s.state for s in await manager.sandboxes()}
             want = expected(state, machine)
             assert found == ({} if want is None else {sandbox_id: want})
-            assert {r.id: r.state for r in world.store.load()} == found
-            assert world.folders() == set(found)
-            # A machine that belongs to nobody is gone, one that belongs to somebody runs.
-            assert [vm.runs for vm, _ in world.host.alive.values()] == [True] * (want is SandboxState.RUNNING)
-            if want is SandboxState.RUNNING:
-                ((_, slot),) = world.host.alive.values()
-                assert slot.inits[0].get("machineId", slot.inits[0].get("machineID")) == "m" * 32
-                assert not (world.folder / "sandboxes" / sandbox_id / "pause").exists()
-                assert not (world.folder / "sandboxes" / sandbox_id / "pause.part").exists()
-                await manager.pause(sandbox_id)
-            if (state, machine) == (SandboxState.RESUMING, "dead"):  # it has run: its memory does not fit its disk
-                assert (await manager.get(sandbox_id)).pause_mode is PauseMode.FILESYSTEM
+            quiet(world, manager)
+            if want is SandboxState.PAUSED:
+                assert (await manager.get(sandbox_id)).pause_mode is PauseMode.FULL
+                await manager.connect(sandbox_id, 300)
             if want is not None:
-                assert (await manager.connect(sandbox_id, 300))[1]
+                assert read(manager, sandbox_id) == ONE
+                await manager.pause(sandbox_id)
+                await manager.connect(sandbox_id, 300)
+                assert read(manager, sandbox_id) == ONE
         assert world.host.alive == {}
         assert world.host.count["started"] == world.host.count["ended"]
-
-    asyncio.run(main())
-
-
-def test_a_whole_capture_of_a_dead_machine_is_a_pause(world: World) -> None:
-    async def main() -> None:
-        sandbox_id = left_behind(world, SandboxState.PAUSING, "dead", capture=True)
-        async with world.daemon() as manager:
-            assert (await manager.get(sandbox_id)).state is SandboxState.PAUSED
-            assert (await manager.connect(sandbox_id, 300))[1]
 
     asyncio.run(main())
 
@@ -100,39 +81,76 @@ def test_a_whole_capture_of_a_dead_machine_is_a_pause(world: World) -> None:
 def test_a_crash_and_a_restart_keep_what_ran_and_its_time(world: World) -> None:
     async def main() -> None:
         async with world.daemon(crash=True) as manager:
-            running, paused = await manager.create(BASE), await manager.create(BASE)
-            late = await manager.create(BASE)
+            running, paused, late = [await manager.create(BASE) for _ in range(3)]
+            write(manager, running.id, a="1")
             await manager.pause(paused.id)
-            while manager._tasks:
-                await asyncio.wait(set(manager._tasks))
+            await settled(manager)
             late_sandbox = manager._sandboxes[late.id]
-            late_sandbox.record.end_at = now() - 10
+            late_sandbox.record.end_at -= 310
             world.store.save(late_sandbox.record)
-            vm = cast(FakeVm, manager._sandboxes[running.id].running.vm)  # type: ignore[union-attr]
+            vm = vm_of(manager, running.id)
         async with world.daemon() as manager:
             assert (await manager.get(running.id)).end_at == running.end_at
-            assert manager._sandboxes[running.id].running.vm is vm  # type: ignore[union-attr]
+            assert vm_of(manager, running.id) is vm
             assert (await manager.get(paused.id)).state is SandboxState.PAUSED
             while late.id in manager._sandboxes:  # its time was over while there was no daemon
                 await asyncio.sleep(0.005)
+            write(manager, running.id, b="2")
+            await manager.snapshot(running.id, name="s")  # on top of what the daemon before knew
+            child = await manager.create(options(template="s"))
+            assert read(manager, child.id) == ({"a": "1", "b": "2"},) * 2
         assert world.host.alive == {}
 
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("ill", ["silent", "broken"])
+@pytest.mark.parametrize("reads", [True, False])
+def test_a_pause_that_was_not_on_the_disk_when_the_host_went_down(
+    world: World, monkeypatch: pytest.MonkeyPatch, reads: bool
+) -> None:
+    """It is the end of the sandbox: what can be read of it may be anything. In the same boot nothing is lost."""
+
+    async def main() -> None:
+        async with world.daemon(crash=True) as manager:
+            info = await manager.create(BASE)
+            write(manager, info.id, a="1")
+            world.host.fail["seal"] = VmmError("no")
+            await manager.pause(info.id)
+            await settled(manager)
+            assert manager._sandboxes[info.id].record.unsettled is not None
+        world.host.fail.clear()
+        if not reads:
+            for module in ("lifecycle", "recovery"):
+                monkeypatch.setattr(f"aenv.sandbox.{module}.boot_id", lambda: "another boot")
+        async with world.daemon() as manager:
+            await settled(manager)
+            assert {s.id for s in await manager.sandboxes()} == ({info.id} if reads else set())
+            quiet(world, manager)
+            if reads:
+                assert manager._sandboxes[info.id].record.unsettled is None
+                await manager.connect(info.id, 300)
+                assert read(manager, info.id) == ONE
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("ill", ["silent", "broken", "disk"])
 def test_an_adopted_guest_that_does_not_answer_is_ended(tmp_path: Path, ill: str) -> None:
     world = World(tmp_path / "home", **{"agent.timeout": 1})
 
     async def main() -> None:
-        sandbox_id = left_behind(world, SandboxState.RUNNING, "alive")
+        sandbox_id = await left_behind(world, SandboxState.RUNNING, "alive")
         if ill == "silent":
             world.host.guest = doubles.silent
-        else:
+        elif ill == "broken":
             world.host.fail["resume"] = VmmError("no")
+        else:
+            (image,) = [image for image in world.host.blocks.images.values() if image.data is not None]
+            del world.host.blocks.images[image.name]  # the block server is another one
         async with world.daemon() as manager:
             assert await manager.sandboxes() == []
             assert world.host.alive == {}
+            assert world.host.slots == {}
             assert sandbox_id not in world.folders()
 
     asyncio.run(main())
@@ -150,10 +168,11 @@ def test_hung_guests_hold_up_the_start_once_and_not_each(tmp_path: Path) -> None
         all_wait = asyncio.Event()
 
         async def some(slot: FakeSlot, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            if slot.index not in silent:
+            assert slot.vm is not None
+            if slot.vm.pid not in silent:
                 await doubles.healthy(slot, reader, writer)
                 return
-            waiting.add(slot.index)
+            waiting.add(slot.vm.pid)
             if waiting == silent and silent <= set(world.host.alive):
                 all_wait.set()  # none of them has been given up yet
             await doubles.silent(slot, reader, writer)
@@ -168,20 +187,26 @@ def test_hung_guests_hold_up_the_start_once_and_not_each(tmp_path: Path) -> None
 
 def test_what_nobody_owns_is_removed(world: World) -> None:
     async def main() -> None:
-        orphan = world.host.start()
-        stray = world.folder / "sandboxes/i1234"
-        stray.mkdir(parents=True)
-        async with world.daemon():
-            assert orphan.slot.index not in world.host.alive
-            assert world.folders() == set()
+        async with world.daemon(crash=True) as manager:
+            folder = world.machines.directory("ipool")
+            orphan = await world.machines.branch(
+                world.template, world.template.checkpoint, "ipool", doubles.Policy()
+            )  # waits in the pool of a daemon
+            assert folder.exists()
+            assert await manager.sandboxes() == []
+        (world.home.sandboxes / "i1234").mkdir()
+        async with world.daemon() as manager:
+            assert orphan.vm.pid not in world.host.alive
+            quiet(world, manager)
 
     asyncio.run(main())
 
 
-def test_a_sandbox_whose_template_is_gone_is_removed_with_its_machine_and_files(world: World) -> None:
+def test_a_sandbox_whose_files_are_gone_is_removed_with_its_machine(world: World) -> None:
     async def main() -> None:
-        left_behind(world, SandboxState.RUNNING, "alive")
+        sandbox_id = await left_behind(world, SandboxState.RUNNING, "alive")
         shutil.rmtree(world.template.directory)
+        (world.home.sandboxes / sandbox_id / "manifest.json").unlink()
         async with world.daemon() as manager:
             assert await manager.sandboxes() == []
             assert world.host.alive == {}
@@ -191,11 +216,24 @@ def test_a_sandbox_whose_template_is_gone_is_removed_with_its_machine_and_files(
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("damage", ["gone", "broken"])
-def test_a_paused_sandbox_waits_for_its_template(world: World, damage: str) -> None:
+@pytest.mark.parametrize("state", [SandboxState.RUNNING, SandboxState.PAUSED])
+def test_a_sandbox_does_not_need_the_directory_of_its_template(world: World, state: SandboxState) -> None:
     async def main() -> None:
-        sandbox_id = left_behind(world, SandboxState.PAUSED, "none")
-        manifest = world.template.directory / "manifest.json"
+        sandbox_id = await left_behind(world, state, "alive" if state is SandboxState.RUNNING else "none")
+        shutil.rmtree(world.template.directory)
+        async with world.daemon() as manager:
+            await manager.connect(sandbox_id, 300)
+            assert read(manager, sandbox_id) == ONE
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("damage", ["gone", "broken"])
+def test_a_paused_sandbox_waits_for_its_manifest(world: World, damage: str) -> None:
+    async def main() -> None:
+        sandbox_id = await left_behind(world, SandboxState.PAUSED, "none")
+        shutil.rmtree(world.template.directory)
+        manifest = world.home.sandboxes / sandbox_id / "manifest.json"
         whole = manifest.read_bytes()
         if damage == "gone":
             manifest.unlink()
@@ -207,32 +245,47 @@ def test_a_paused_sandbox_waits_for_its_template(world: World, damage: str) -> N
             assert world.folders() == {sandbox_id}
         manifest.write_bytes(whole)
         async with world.daemon() as manager:
-            assert (await manager.get(sandbox_id)).state is SandboxState.PAUSED
+            await manager.connect(sandbox_id, 300)
+            assert read(manager, sandbox_id) == ONE
 
     asyncio.run(main())
 
 
 def test_a_machine_that_cannot_be_ended_does_not_stop_the_start(world: World) -> None:
     async def main() -> None:
-        left_behind(world, SandboxState.KILLING, "alive")
-        world.host.fail["abandon"] = OSError("no")
+        await left_behind(world, SandboxState.KILLING, "alive")
+        world.host.fail["kill process"] = OSError("no")
         async with world.daemon() as manager:
             assert await manager.sandboxes() == []
-        assert await world.machines.sweep(set()) == 1
+        world.host.fail.clear()
+        assert await world.machines.sweep([]) == 1
 
     asyncio.run(main())
 
 
 def test_a_pid_that_belongs_to_somebody_else_is_not_taken(world: World) -> None:
     async def main() -> None:
-        sandbox_id = left_behind(world, SandboxState.RUNNING, "alive")
-        store = Store(world.database)
+        sandbox_id = await left_behind(world, SandboxState.RUNNING, "alive")
+        store = Store(world.home.database)
         (record,) = store.load()
-        assert record.machine is not None
-        record.machine = Machine(record.machine.pid + 7, 1, record.machine.run_dir, record.machine.slot, "x")
+        machine = record.machine
+        assert machine is not None
+        record.machine = Machine(machine.pid, 1, machine.run_dir, machine.slot, machine.disk, "x")
         store.save(record)
         store.close()
         async with world.daemon() as manager:
             assert sandbox_id not in {s.id for s in await manager.sandboxes()}
+            assert [vm.dead for vm, _ in world.host.alive.values()] == [False]  # it is not ours to end
+
+    asyncio.run(main())
+
+
+def test_scratch_of_a_merge_is_removed(world: World) -> None:
+    async def main() -> None:
+        sandbox_id = await left_behind(world, SandboxState.PAUSED, "none")
+        (world.home.sandboxes / sandbox_id / ".merged.lsmt").touch()
+        async with world.daemon() as manager:
+            await settled(manager)
+            quiet(world, manager)
 
     asyncio.run(main())
