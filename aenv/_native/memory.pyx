@@ -64,6 +64,7 @@ cdef extern from "c_memory.h" nogil:
         uint64_t length
     int memory_room_make(int fd, uint64_t length, int threads, memory_room *room, memory_failure *why)
     void memory_room_free(memory_room *room)
+    int memory_prefetch(int fd, uint64_t offset, uint64_t length, uint64_t *cold, memory_failure *why)
     int memory_runs(const memory_pieces *pieces, memory_run **runs, size_t *count)
     int memory_home(
         const memory_run *runs, size_t run_count, const memory_extent *content, size_t count, size_t limit,
@@ -286,3 +287,15 @@ def pages(pid_t pid, list regions not None, size, *, bint written, bint scan_by_
         ]
     finally:
         free(found.items)
+
+
+def prefetch(int fd, uint64_t offset, uint64_t length):
+    """Begin to read those pages of a file that are not in the page cache; returns how many bytes they are."""
+    cdef uint64_t cold = 0
+    cdef memory_failure why
+    cdef int result
+    with nogil:
+        result = memory_prefetch(fd, offset, length, &cold, &why)
+    if result < 0:
+        _raise(&why)
+    return cold
