@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from uuid import uuid4
 
-from aenv.errors import AenvError, ConflictError, NotFoundError, UnavailableError
+from aenv.errors import AenvError, ConflictError, InvalidInputError, NotFoundError, UnavailableError
 from aenv.vmm.spawn import Process, exit_reason, process_start_time, spawn
 from ublk.client import BlockClient
 from ublk.server import keep_path
@@ -54,8 +54,8 @@ class Blocks:
 
     @classmethod
     async def start(cls, run_dir: Path) -> Blocks:
-        """Connect to the server of this run directory, or start one. Raises UnavailableError if that fails, and
-        InvalidInputError if one runs that speaks another version of the protocol."""
+        """Connect to the server of this run directory, or start one. One that speaks another version of the protocol
+        is replaced; its files stay open. Raises UnavailableError if there is no server in the end."""
         run_dir.mkdir(mode=0o711, parents=True, exist_ok=True)
         blocks = cls(run_dir)
         try:
@@ -131,6 +131,10 @@ class Blocks:
             try:
                 await self._connect()
                 break
+            except InvalidInputError as error:
+                log.info("the block server is of another version and is replaced: %s", error)
+                await self._replace_server()
+                break
             except UnavailableError:
                 try:
                     await self._start_server()
@@ -138,6 +142,15 @@ class Blocks:
                 except UnavailableError:
                     if attempt == PATIENCE:
                         raise
+
+    async def _replace_server(self) -> None:
+        self._kept = await asyncio.to_thread(_fetch, keep_path(self._socket))
+        pid = await asyncio.to_thread(_peer_pid, self._socket)
+        try:
+            await Process.adopt(pid, process_start_time(pid)).kill()
+        except NotFoundError:
+            log.info("it has ended by itself")
+        await self._start_server(self._kept)
 
     async def _start_server(self, kept: Sequence[int] = ()) -> None:
         """Start a server that takes over the mount whose descriptors are `kept`, and connect to it."""
@@ -355,6 +368,18 @@ def _require_missing(*paths: Path) -> None:
 def _remove(*paths: Path) -> None:
     for path in paths:
         path.unlink(missing_ok=True)
+
+
+def _peer_pid(path: Path) -> int:
+    """Who listens there. Raises UnavailableError."""
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.settimeout(10)
+            connection.connect(str(path))
+            credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    except OSError as error:
+        raise UnavailableError(f"{path}: no block server: {error}") from error
+    return int.from_bytes(credentials[:4], sys.byteorder)  # struct ucred: pid, uid, gid
 
 
 def _fetch(path: Path) -> list[int]:

@@ -22,6 +22,8 @@ import pytest
 from aenv._native.lsmt import Layer, Stack, Writer
 from aenv.errors import ConflictError, InvalidInputError, NotFoundError, UnavailableError
 from aenv.storage.blocks import Blocks
+from ublk import protocol
+from ublk.client import BlockClient
 
 pytestmark = pytest.mark.root
 SIZE = 8 << 20
@@ -439,6 +441,54 @@ def test_damaged_record_of_the_mount_ends_it_and_nothing_else(tmp_path: Path, of
         assert await survived.get() is True
         await reader.verify()
         await blocks.close_image("memory")
+
+    run(tmp_path, body)
+
+
+# The server of another release.
+OTHER = """
+import ublk.protocol, ublk.server
+ublk.protocol.VERSION = ublk.server.VERSION = 99
+from ublk.__main__ import main
+main()
+"""
+
+
+def test_server_of_another_version_is_replaced_under_open_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def body(blocks: Blocks, folder: Path, start: Start) -> None:
+        await blocks.close(stop_server=True)
+        command = ["--socket", folder / "run/control", "--mount", blocks.directory, "--state", folder / "run/state"]
+        ready, theirs = os.pipe()
+        other = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", OTHER, *map(str, command), "--ready", str(theirs), pass_fds=[theirs]
+        )
+        os.close(theirs)
+        assert await asyncio.to_thread(os.read, ready, 1) == b"1"
+        os.close(ready)
+        with monkeypatch.context() as patch:
+            patch.setattr(protocol, "VERSION", 99)
+            async with await BlockClient.connect(folder / "run/control") as client:
+                data, index = folder / "disk.data", folder / "disk.index"
+                await client.create(data, index, SIZE)
+                found = await client.open("disk", data=data, index=index)
+        writer = await start(WRITER, found["path"], 0, 500, 1)
+        await writer.step()
+        try:
+            again = await Blocks.start(folder / "run")
+        except BaseException:
+            other.kill()
+            raise
+        try:
+            assert again.pid != other.pid
+            assert await other.wait() == -signal.SIGKILL
+            await writer.step()
+            assert [image["opens"] for image in await again.list_images()] == [1]
+            await writer.verify()
+            await again.close_image("disk")
+        finally:
+            await end(again)
 
     run(tmp_path, body)
 
