@@ -25,7 +25,7 @@ from ublk.trace import Trace, runs
 
 log = logging.getLogger("aenv.blockd")
 
-CHUNK_SIZE = 1 << 20  # bytes, of layers without a list of chunks; docs/blocks.md has the measurement
+CHUNK_SIZE = 256 << 10  # bytes, of layers without a list of chunks; docs/blocks.md has the measurement
 ATTEMPTS = 5  # of one fetch
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 3.0  # seconds between attempts
 IDLE_SECONDS = 10  # then a fetcher ends, but for the last one of an origin
