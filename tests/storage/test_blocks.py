@@ -482,7 +482,7 @@ def test_server_of_another_version_is_replaced_under_open_files(
             raise
         try:
             assert again.pid != other.pid
-            assert await other.wait() == -signal.SIGKILL
+            await other.wait()  # whatever it says: as its parent in this test, `Blocks` may have reaped it
             await writer.step()
             assert [image["opens"] for image in await again.list_images()] == [1]
             await writer.verify()
