@@ -63,7 +63,7 @@ class Blocks:
         except BaseException:
             blocks._let_go()
             raise
-        blocks._watcher = asyncio.create_task(blocks._watch(), name="block server")
+        blocks._supervise()
         return blocks
 
     async def close(self, *, stop_server: bool = False) -> None:
@@ -72,15 +72,7 @@ class Blocks:
         `stop_server` ends it if no image is in use; raises ConflictError, with everything as it was, if one is.
         """
         if stop_server:
-            client = await self._connected()
-            self._closing = True
-            try:
-                await client.shutdown()
-            except BaseException:
-                self._closing = False
-                raise
-            assert self._process is not None
-            await self._process.wait()
+            await self._stop_server()
         self._closing = True
         if self._watcher is not None:
             self._watcher.cancel()
@@ -184,6 +176,29 @@ class Blocks:
             status = await self._process.wait()
             raise UnavailableError(f"the block server {exit_reason(status)}", hint=f"its last words are in {self._log}")
         await self._connect()
+
+    async def _stop_server(self) -> None:
+        for _ in range(ATTEMPTS):
+            client = await self._connected()
+            self._closing = True
+            try:
+                await client.shutdown()
+                break
+            except BaseException as error:
+                self._closing = False
+                self._supervise()
+                # One that died instead has left its mount: the next one ends in order.
+                if client.connected or not isinstance(error, UnavailableError):
+                    raise
+        else:
+            raise UnavailableError(f"the block server died {ATTEMPTS} times instead of ending", hint=f"see {self._log}")
+        assert self._process is not None
+        await self._process.wait()
+
+    def _supervise(self) -> None:
+        if self._watcher is None or self._watcher.done():
+            self._watcher = asyncio.create_task(self._watch(), name="block server")
+            self._watcher.add_done_callback(_log_failure)
 
     async def _watch(self) -> None:
         while not self._closing:
@@ -353,6 +368,11 @@ class Blocks:
 def control_socket(run_dir: Path) -> Path:
     """Where the server of a run directory listens."""
     return run_dir / "control"
+
+
+def _log_failure(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.error("nobody watches the block server any longer", exc_info=error)
 
 
 async def _find(client: BlockClient, image: str) -> dict[str, Any] | None:

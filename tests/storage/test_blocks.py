@@ -338,6 +338,25 @@ def test_files_do_not_survive_an_end_of_the_server_on_purpose(tmp_path: Path) ->
     run(tmp_path, body)
 
 
+@pytest.mark.parametrize("steps", [0, 1, 5, 20])
+def test_server_that_dies_instead_of_ending_leaves_nothing(tmp_path: Path, steps: int) -> None:
+    async def body(blocks: Blocks, folder: Path, start: Start) -> None:
+        await blocks.open("memory", [memory_layer(folder / "layer")], cached=True)
+        closing = asyncio.create_task(blocks.close(stop_server=True))
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        if blocks.pid is not None:
+            kill(blocks)
+        await closing
+        assert blocks.pid is None
+        again = await Blocks.start(folder / "run")
+        await again.close(stop_server=True)
+        assert not os.path.ismount(blocks.directory)
+        assert sorted(path.name for path in (folder / "run").iterdir()) == ["control.lock", "images", "log"]
+
+    run(tmp_path, body)
+
+
 def test_stop_server(tmp_path: Path) -> None:
     async def body(blocks: Blocks, folder: Path, start: Start) -> None:
         found = await blocks.open("memory", [memory_layer(folder / "layer")], cached=True)
