@@ -81,8 +81,9 @@ enum memory_wanted {
   WANT_WRITTEN, /* pages that the process has written to its private mapping */
   WANT_PRESENT, /* pages that are mapped now */
 };
-int memory_scan(pid_t pid, const struct memory_region *regions, int count, enum memory_wanted wanted, int use_ioctl,
-                struct memory_pieces *out, struct memory_failure *why);
+/* In the order of the regions; `out` is for free(). */
+int memory_scan(pid_t pid, const struct memory_region *regions, int count, enum memory_wanted wanted, int threads,
+                int use_ioctl, struct memory_pieces *out, struct memory_failure *why);
 
 /* A memory map; what no extent covers is zeros. Several threads may read it at once. */
 struct memory_parent {

@@ -53,8 +53,8 @@ cdef extern from "c_memory.h" nogil:
         pass
 
     int memory_scan(
-        pid_t pid, const memory_region *regions, int count, memory_wanted wanted, int use_ioctl, memory_pieces *out,
-        memory_failure *why)
+        pid_t pid, const memory_region *regions, int count, memory_wanted wanted, int threads, int use_ioctl,
+        memory_pieces *out, memory_failure *why)
     int memory_parent_open(
         memory_parent *parent, const int *fds, int files, const memory_extent *extents, size_t count,
         uint64_t virtual_size, memory_failure *why)
@@ -254,7 +254,7 @@ def written_bytes(pid_t pid, list regions not None, size):
     cdef memory_region *c_regions = _regions(regions, c_size)
     memset(&found, 0, sizeof(found))
     with nogil:
-        result = memory_scan(pid, c_regions, count, WANT_WRITTEN, True, &found, &why)
+        result = memory_scan(pid, c_regions, count, WANT_WRITTEN, 1, True, &found, &why)
         for i in range(found.count):
             total += <uint64_t>found.items[i].count * PAGE_BYTES
         free(c_regions)
@@ -276,7 +276,7 @@ def pages(pid_t pid, list regions not None, size, *, bint written, bint scan_by_
     cdef memory_region *c_regions = _regions(regions, c_size)
     memset(&found, 0, sizeof(found))
     with nogil:
-        result = memory_scan(pid, c_regions, count, wanted, scan_by_ioctl, &found, &why)
+        result = memory_scan(pid, c_regions, count, wanted, 1, scan_by_ioctl, &found, &why)
         free(c_regions)
     try:
         if result < 0:
