@@ -32,6 +32,7 @@ from aenv._native.lsmt import (
 )  # fmt: skip
 from aenv.config import Config
 from aenv.errors import UnavailableError
+from bench.blocks_remote import remote
 from bench.facts import host_facts
 from ublk.fuse import Mount
 
@@ -59,6 +60,8 @@ async def run(config: Config, n: int, say: Say) -> dict[str, Any]:
             rows += engine(folder, layers, n)
         say("index, opening, restack, memory")
         rows += bookkeeping(folder, n)
+        say("remote layers")
+        rows += remote(folder, n)
         if os.geteuid() != 0:
             raise UnavailableError("the FUSE part needs root")
         mount = Mount(make(folder / "mount"), folder / "mount.record")

@@ -61,7 +61,11 @@ def main(
     )
     try:
         asyncio.run(server.run())
-    except AenvError as error:
+    except (AenvError, OSError) as error:
+        if server.mounted:
+            log.exception("this server cannot go on")
+            # As if killed: an orderly end would unmount, and the next server could not take over.
+            os._exit(1)
         raise click.ClickException(str(error)) from error
 
 

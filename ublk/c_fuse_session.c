@@ -130,6 +130,17 @@ static int start_session(struct connection *connection, const struct fuse_lowlev
     return rc;
 }
 
+static bool is_init(const char *request, size_t length)
+{
+    struct fuse_in_header header;
+    uint32_t major; /* the first field of a body that grows from version to version */
+    if (length < sizeof header + sizeof major || length > RECORD_REQUEST)
+        return false;
+    memcpy(&header, request, sizeof header);
+    memcpy(&major, request + sizeof header, sizeof major);
+    return header.opcode == FUSE_INIT && header.len == length && major == FUSE_KERNEL_VERSION;
+}
+
 /* The kernel's INIT makes a session of libfuse ready; `swallow`: the kernel has had its answer, from a dead server. */
 static int greet(struct connection *connection, bool swallow)
 {
@@ -147,10 +158,7 @@ static int take_init(struct connection *connection)
     struct fuse_record *record = connection->record;
     char *buffer = malloc(REQUEST_ROOM); /* the kernel refuses to read into less */
     ssize_t length = buffer ? read(connection->device, buffer, REQUEST_ROOM) : -1;
-    const struct fuse_in_header *header = (const void *)buffer;
-    int rc = length < 0 ? -errno : 0;
-    if (!rc && ((size_t)length < sizeof *header || (size_t)length > RECORD_REQUEST || header->opcode != FUSE_INIT))
-        rc = -EPROTO;
+    int rc = length < 0 ? -errno : is_init(buffer, (size_t)length) ? 0 : -EPROTO;
     if (!rc) {
         struct {
             struct fuse_in_header header;
@@ -232,9 +240,26 @@ static int complete_clones(struct connection *connection)
 /* An aborted connection (somebody has unmounted it by force) is no use to anybody. */
 static bool can_take_over(const struct connection *connection, const struct connection_plan *plan)
 {
+    const struct fuse_record *record = connection->record;
     struct pollfd state = {.fd = plan->kept_count ? plan->kept[0] : -1, .events = POLLIN};
-    return plan->kept_count && record_is_valid(connection->record) && is_mounted(plan->directory) &&
-           poll(&state, 1, 0) >= 0 && !(state.revents & (POLLERR | POLLNVAL));
+    return plan->kept_count && record_is_valid(record) && is_init(record->init, record->init_length) &&
+           is_mounted(plan->directory) && poll(&state, 1, 0) >= 0 && !(state.revents & (POLLERR | POLLNVAL));
+}
+
+/* Closes what this process has of the connection; it lives on if somebody else holds it. */
+static void let_go(struct connection *connection)
+{
+    for (unsigned i = 0; i < CLONES; i++) {
+        if (connection->clones[i] >= 0)
+            close(connection->clones[i]);
+        connection->clones[i] = -1;
+    }
+    if (connection->session)
+        fuse_session_destroy(connection->session); /* closes the device, too */
+    else if (connection->device >= 0)
+        close(connection->device);
+    connection->session = NULL;
+    connection->device = -1;
 }
 
 int connection_open(const struct connection_plan *plan, struct connection **out)
@@ -250,8 +275,11 @@ int connection_open(const struct connection_plan *plan, struct connection **out)
         connection->clones[i] = -1;
     connection->directory = strdup(plan->directory);
     int rc = connection->directory ? record_open(plan->record_path, &connection->record) : -ENOMEM;
-    if (!rc)
-        rc = can_take_over(connection, plan) ? take_over(connection, plan) : mount_new(connection, plan);
+    if (!rc && (!can_take_over(connection, plan) || take_over(connection, plan))) {
+        /* Who uses the old mount is lost; who comes need not be. */
+        let_go(connection);
+        rc = mount_new(connection, plan);
+    }
     if (!rc)
         rc = complete_clones(connection);
     if (rc)
@@ -439,13 +467,7 @@ void connection_stop(struct connection *connection)
 
 void connection_free(struct connection *connection)
 {
-    for (unsigned i = 0; i < CLONES; i++)
-        if (connection->clones[i] >= 0)
-            close(connection->clones[i]);
-    if (connection->session)
-        fuse_session_destroy(connection->session); /* closes the device, too */
-    else if (connection->device >= 0)
-        close(connection->device);
+    let_go(connection);
     record_close(connection->record);
     pthread_cond_destroy(&connection->ended);
     pthread_mutex_destroy(&connection->lock);

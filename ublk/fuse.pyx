@@ -99,6 +99,10 @@ cdef class Mount:
             fuse_front_stop(front)
         self._images.clear()
 
+    @property
+    def is_open(self):
+        return self._front is not NULL
+
     def serve(self):
         """Begin to answer requests; first those that a dead server has read and not answered."""
         self._check_open()

@@ -122,12 +122,12 @@ class Images:
     async def _recover_one(self, state: ImageState, seals: dict[Path, Path]) -> None:
         try:
             await self._serve(state, seals)
-        except AenvError as error:
+        except (AenvError, OSError) as error:
             log.error("image %s cannot be opened again: %s", state.image, error)
             if state.front_end == "ublk" and self._ublk is not None:
                 await self._ublk.abandon(state)
             self._lost[state.image] = UnavailableError(
-                f"image {state.image}: could not be opened again: {error}", hint=error.hint
+                f"image {state.image}: could not be opened again: {error}", hint=getattr(error, "hint", None)
             )
 
     def _seals(self, uppers: set[str | None]) -> dict[Path, Path]:

@@ -24,6 +24,7 @@ from ublk.ranges import Arrived, HttpSpec, RangeError, absolute_path, check_dead
 CONNECT_SECONDS = 5
 SILENCE_SECONDS = 10  # without a byte
 REDIRECTS = 5
+HOSTS = 64  # whose connections are kept
 REDIRECT_SECONDS = 300  # a redirect is used for so long; signed addresses live longer
 TOKEN_SECONDS = 60  # if the answer does not say: what the specification says, minus a margin below
 TOKEN_MARGIN = 10
@@ -73,20 +74,39 @@ class Tokens:
             self._known[key] = value, now + seconds
 
 
+class HttpShared:
+    """What all layers of a server have in common: tokens and connections."""
+
+    def __init__(self, connections: int) -> None:
+        """`connections`: to one host, that are kept."""
+        self.tokens = Tokens()
+        self._connections = connections
+        self._lock = threading.Lock()
+        self._pools: dict[str | None, urllib3.PoolManager] = {}
+
+    def pool(self, ca: str | None) -> urllib3.PoolManager:
+        with self._lock:
+            if ca not in self._pools:
+                self._pools[ca] = urllib3.PoolManager(
+                    num_pools=HOSTS, maxsize=self._connections, ca_certs=ca, retries=False
+                )
+            return self._pools[ca]
+
+
 class HttpRanges:
-    def __init__(self, spec: HttpSpec, size: int, tokens: Tokens, connections: int) -> None:
+    def __init__(self, spec: HttpSpec, size: int, shared: HttpShared) -> None:
         parts = urlsplit(spec.url)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.username is not None:
             raise InvalidInputError("layers.source.url", f"{spec.url!r} is not an address of http or https")
         self._url = spec.url
         self._size = size
         self._credentials = spec.credentials and absolute_path("layers.source.credentials", spec.credentials)
-        self._tokens = tokens
+        self._tokens = shared.tokens
         self._challenge: tuple[str, ...] | None = None  # the key of our token
         self._lock = threading.Lock()  # the redirect, and one token request at a time
         self._redirect: tuple[str, float] | None = None
         ca = str(absolute_path("layers.source.ca", spec.ca)) if spec.ca else None
-        self._http = urllib3.PoolManager(maxsize=connections, ca_certs=ca, retries=False)
+        self._http = shared.pool(ca)
 
     def read_into(self, offset: int, view: memoryview, arrived: Arrived, deadline: float) -> None:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import boto3
@@ -14,16 +15,28 @@ from ublk.ranges_http import CONNECT_SECONDS, SILENCE_SECONDS, read_credentials
 PIECE = 64 << 10  # bytes: boto3 waits for all of a piece, and only then is the clock looked at
 
 
-class S3Ranges:
-    def __init__(self, spec: S3Spec, size: int, connections: int) -> None:
-        self._spec = spec
-        self._size = size
-        self._where = f"s3://{spec.bucket}/{spec.key}"
-        keys = {}
+class S3Clients:
+    """Clients of boto3, which are large and slow to make, shared by all layers that can use the same one."""
+
+    def __init__(self, connections: int) -> None:
+        self._connections = connections
+        self._lock = threading.Lock()
+        self._known: dict[tuple[str | None, ...], Any] = {}
+
+    def get(self, spec: S3Spec) -> Any:
+        """Raises RangeError for credentials, ValueError for an address that is none."""
+        keys: dict[str, str] = {}
         if spec.credentials is not None:
             keys = read_credentials(absolute_path("layers.source.credentials", spec.credentials))
+        key = (spec.endpoint, spec.region, *(text for pair in sorted(keys.items()) for text in pair))
+        with self._lock:
+            if key not in self._known:
+                self._known[key] = self._make(spec, keys)
+            return self._known[key]
+
+    def _make(self, spec: S3Spec, keys: dict[str, str]) -> Any:
         config = Config(
-            connect_timeout=CONNECT_SECONDS, read_timeout=SILENCE_SECONDS, max_pool_connections=connections,
+            connect_timeout=CONNECT_SECONDS, read_timeout=SILENCE_SECONDS, max_pool_connections=self._connections,
             retries={"total_max_attempts": 1},  # whoever fetches retries
             response_checksum_validation="when_required",  # they are of whole objects
             s3={"addressing_style": "path" if spec.endpoint else "auto"},
@@ -33,7 +46,15 @@ class S3Ranges:
             aws_access_key_id=keys.get("access_key"), aws_secret_access_key=keys.get("secret_key"),
             aws_session_token=keys.get("session_token"), region_name=spec.region,
         )  # fmt: skip
-        self._client: Any = session.client("s3", endpoint_url=spec.endpoint, config=config)
+        return session.client("s3", endpoint_url=spec.endpoint, config=config)
+
+
+class S3Ranges:
+    def __init__(self, spec: S3Spec, size: int, clients: S3Clients) -> None:
+        self._spec = spec
+        self._size = size
+        self._where = f"s3://{spec.bucket}/{spec.key}"
+        self._client = clients.get(spec)
 
     def read_into(self, offset: int, view: memoryview, arrived: Arrived, deadline: float) -> None:
         try:

@@ -14,9 +14,10 @@ import re
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from aenv._native.lsmt import ChunkCache, Fetch, Layer, Origin, Recording, Remote
 from aenv.errors import InvalidInputError, NotFoundError, UnavailableError
@@ -25,7 +26,7 @@ from ublk.trace import Trace, runs
 
 log = logging.getLogger("aenv.blockd")
 
-CHUNK_SIZE = 1 << 20  # bytes, of layers without a list of chunks; docs/blocks.md has the measurement
+CHUNK_SIZE = 256 << 10  # bytes, of layers without a list of chunks; docs/blocks.md has the measurement
 ATTEMPTS = 5  # of one fetch
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 3.0  # seconds between attempts
 IDLE_SECONDS = 10  # then a fetcher ends, but for the last one of an origin
@@ -122,7 +123,7 @@ class RemoteLayers:
         self._lock = threading.Lock()
         self._layers: dict[str, list[weakref.ref[RemoteLayer]]] = {}  # by name in the cache, the newest last
         self._origins: dict[str, _Fetchers] = {}
-        self._tokens: object | None = None
+        self._shared: dict[type, Callable[[Any, int], RangeSource]] = {}
         self._closing = threading.Event()
 
     def attach(self, spec: RemoteSpec) -> RemoteLayer:
@@ -183,21 +184,28 @@ class RemoteLayers:
         source = spec.source
         if isinstance(source, FileSpec):
             return FileRanges(source, spec.size)
-        # Their libraries take tenths of a second to load: only servers that use them pay for it.
-        if isinstance(source, HttpSpec):
-            from ublk.ranges_http import HttpRanges, Tokens  # noqa: PLC0415
-
-            with self._lock:
-                if not isinstance(self._tokens, Tokens):
-                    self._tokens = Tokens()
-                tokens = self._tokens
-            return HttpRanges(source, spec.size, tokens, self._options.fetchers)
-        from ublk.ranges_s3 import S3Ranges  # noqa: PLC0415
-
+        with self._lock:
+            shared = self._shared.get(type(source))
+            if shared is None:
+                shared = self._shared[type(source)] = _shared_of(type(source), self._options.fetchers)
         try:
-            return S3Ranges(source, spec.size, self._options.fetchers)
+            return shared(source, spec.size)
         except (RangeError, ValueError) as error:
             raise InvalidInputError("layers.source", str(error)) from error
+
+
+def _shared_of(kind: type, connections: int) -> Callable[[Any, int], RangeSource]:
+    """Makes sources of this kind, which share connections. The libraries take tenths of a second to load: only servers
+    that use them pay for it."""
+    if kind is HttpSpec:
+        from ublk.ranges_http import HttpRanges, HttpShared  # noqa: PLC0415
+
+        web = HttpShared(connections)
+        return lambda source, size: HttpRanges(source, size, web)
+    from ublk.ranges_s3 import S3Clients, S3Ranges  # noqa: PLC0415
+
+    clients = S3Clients(connections)
+    return lambda source, size: S3Ranges(source, size, clients)
 
 
 class _Fetchers:

@@ -62,6 +62,13 @@ class Server:
         self._ublk_options = ublk
         self._stopping = asyncio.Event()
         self._connections: set[asyncio.Task[None]] = set()
+        self._mount: Mount | None = None
+        self._connection_id = ""
+
+    @property
+    def mounted(self) -> bool:
+        """The mount was not closed: the files in it may have users."""
+        return self._mount is not None and self._mount.is_open
 
     async def run(self) -> None:
         """Serve until a `shutdown` request, SIGTERM or SIGINT. Raises ConflictError if another server runs."""
@@ -70,20 +77,21 @@ class Server:
             self._make_directory()
             states = StateFolder(self._state)
             remote = RemoteLayers(self._remote_options) if self._remote_options is not None else None
-            self._mount = Mount(self._directory, states.fuse_record, self._kept)
+            mount = self._mount = Mount(self._directory, states.fuse_record, self._kept)
+            self._connection_id = mount.connection_id
             for fd in self._kept:
                 os.close(fd)
             ublk = open_ublk(self._state, self._ublk_options)
-            self._images = Images(FuseFront(self._mount), ublk, states, remote)
+            self._images = Images(FuseFront(mount), ublk, states, remote)
             await self._images.recover()
-            self._mount.serve()
+            mount.serve()
             loop = asyncio.get_running_loop()
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(number, self._stopping.set)
             keeping = listen(keep_path(self._socket_path))
-            loop.add_reader(keeping, self._hand_out, keeping)
+            loop.add_reader(keeping, self._hand_out, keeping, mount)
             listening = await asyncio.start_unix_server(self._accept, sock=listen(self._socket_path))
-            self._say_ready()
+            self._say_ready(mount)
             async with listening:
                 await self._stopping.wait()
             loop.remove_reader(keeping)
@@ -100,22 +108,22 @@ class Server:
         with contextlib.suppress(FileExistsError):
             os.mkdir(self._directory, 0o711)
 
-    def _say_ready(self) -> None:
+    def _say_ready(self, mount: Mount) -> None:
         log.info(
             "serving %s, images in %s%s", self._socket_path, self._directory,
-            ", taken over" if self._mount.resumed else "",
+            ", taken over" if mount.resumed else "",
         )  # fmt: skip
         if self._ready is not None:
             with contextlib.suppress(BrokenPipeError):  # who started us has gone meanwhile
                 os.write(self._ready, b"1")
             os.close(self._ready)
 
-    def _hand_out(self, keeping: socket.socket) -> None:
+    def _hand_out(self, keeping: socket.socket, mount: Mount) -> None:
         """Whoever connects gets what keeps open files alive if this process dies, and need not say anything."""
         try:
             connection, _ = keeping.accept()
             with connection:
-                socket.send_fds(connection, [self._mount.connection_id.encode()], self._mount.descriptors)
+                socket.send_fds(connection, [mount.connection_id.encode()], mount.descriptors)
         except OSError as error:
             log.warning("%s: %s", keep_path(self._socket_path), error)
 
@@ -187,7 +195,7 @@ class Server:
             case Hello():
                 return {
                     "version": VERSION, "pid": os.getpid(), "front_ends": images.front_ends,
-                    "directory": str(self._directory), "connection": self._mount.connection_id,
+                    "directory": str(self._directory), "connection": self._connection_id,
                 }  # fmt: skip
             case Create(data=data, index=index):
                 return {"uuid": await images.create(data, index, request.size, request.uuid, request.parent_uuid)}

@@ -2,8 +2,13 @@
 #include <errno.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/prctl.h>
 
 #include "lsmt_cache_state.h"
+
+#ifndef PR_SET_IO_FLUSHER
+#define PR_SET_IO_FLUSHER 57
+#endif
 
 #define NS_PER_MS 1000000ull
 #define NS_PER_S 1000000000ull
@@ -415,9 +420,20 @@ static struct want *next_want(struct origin *origin, uint64_t *until)
     return NULL;
 }
 
+/* Memory for a fetch must not wait for writes to a file system on an image that needs this very fetch. Without the
+ * privilege it fails, and then such a file system cannot be mounted either. */
+static void become_flusher(void)
+{
+    static _Thread_local bool is_flusher;
+    if (!is_flusher)
+        prctl(PR_SET_IO_FLUSHER, 1, 0, 0, 0);
+    is_flusher = true;
+}
+
 struct fetch *origin_take(struct origin *origin, uint32_t wait_ms)
 {
     struct cache *cache = origin->cache;
+    become_flusher();
     uint64_t end = monotonic_ns() + wait_ms * NS_PER_MS;
     struct fetch *fetch = NULL;
     pthread_mutex_lock(&cache->lock);

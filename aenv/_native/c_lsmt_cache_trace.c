@@ -12,7 +12,7 @@ struct traced {
 struct trace {
     struct cache *cache;
     struct trace *next;
-    size_t count, most;
+    size_t count, most; /* at `most` the layers are let go */
     struct trace_entry *entry;
     uint32_t layers;
     struct traced layer[];
@@ -55,6 +55,12 @@ struct trace *trace_start(struct cache *cache, struct remote *const *remotes, ui
     return trace;
 }
 
+static void let_go(struct trace *trace)
+{
+    for (uint32_t i = 0; i < trace->layers; i++)
+        atomic_fetch_sub(&trace->layer[i].remote->traces, 1);
+}
+
 static void touch(struct trace *trace, struct remote *remote, uint64_t number)
 {
     for (uint32_t i = 0; i < trace->layers && trace->count < trace->most; i++) {
@@ -64,10 +70,12 @@ static void touch(struct trace *trace, struct remote *remote, uint64_t number)
             continue;
         layer->seen[number >> 3] |= bit;
         trace->entry[trace->count++] = (struct trace_entry){i, number};
+        if (trace->count == trace->most)
+            let_go(trace);
     }
 }
 
-/* Only while a recording runs do hits take the lock. */
+/* Hits take the lock only as long as a recording has room. */
 void trace_touch(struct remote *remote, uint64_t number)
 {
     pthread_mutex_lock(&remote->cache->lock);
@@ -103,10 +111,10 @@ void trace_free(struct trace *trace)
     while (*at != trace)
         at = &(*at)->next;
     *at = trace->next;
-    for (uint32_t i = 0; i < trace->layers; i++) {
-        atomic_fetch_sub(&trace->layer[i].remote->traces, 1);
+    if (trace->count < trace->most)
+        let_go(trace);
+    for (uint32_t i = 0; i < trace->layers; i++)
         remote_unref(trace->layer[i].remote);
-    }
     pthread_mutex_unlock(&cache->lock);
     release(trace);
     cache_unref(cache);

@@ -26,6 +26,7 @@
 #define DIRECT_FROM (128u << 10) /* bytes of a write that goes past the page cache */
 #endif
 #define DIRECT_ALIGN 4096u
+#define RESERVED (16u << 20) /* bytes of the file that are allocated ahead for writes past the page cache */
 
 struct upper {
     int data_fd, index_fd;
@@ -35,6 +36,8 @@ struct upper {
     uint32_t seed;
     pthread_mutex_t append; /* data_end, records, space; held while a record is written and the map is changed */
     pthread_mutex_t flushing;
+    pthread_mutex_t reserving;
+    _Atomic uint64_t reserved; /* end of what is allocated ahead */
     pthread_rwlock_t lock; /* the map */
     uint64_t data_end, records, synced;
     _Atomic uint64_t virtual_size;
@@ -295,6 +298,7 @@ int upper_open(const char *data, const char *index, struct upper **out, struct u
     upper->data_fd = upper->index_fd = upper->direct_fd = -1;
     pthread_mutex_init(&upper->append, NULL);
     pthread_mutex_init(&upper->flushing, NULL);
+    pthread_mutex_init(&upper->reserving, NULL);
     pthread_rwlockattr_init(&attributes);
     pthread_rwlockattr_setkind_np(&attributes, PTHREAD_RWLOCK_PREFER_WRITER_NONRECURSIVE_NP);
     pthread_rwlock_init(&upper->lock, &attributes);
@@ -315,6 +319,8 @@ void upper_close(struct upper *upper)
     if (!upper)
         return;
     if (upper->data_fd >= 0) {
+        if (upper->reserved && !upper->frozen) /* a frozen layer is cut when it is sealed; if this fails, by the next open */
+            (void)!ftruncate(upper->data_fd, (off_t)upper->data_end);
         flock(upper->data_fd, LOCK_UN); /* a frozen layer's duplicate would hold the lock for ever */
         close(upper->data_fd);
     }
@@ -327,6 +333,7 @@ void upper_close(struct upper *upper)
     space_free(&upper->space);
     pthread_mutex_destroy(&upper->append);
     pthread_mutex_destroy(&upper->flushing);
+    pthread_mutex_destroy(&upper->reserving);
     pthread_rwlock_destroy(&upper->lock);
     free(upper->data_path), free(upper->index_path), free(upper);
 }
@@ -395,10 +402,26 @@ static int write_direct(struct upper *upper, const void *buffer, size_t length, 
     return write_fully(upper->direct_fd, aligned, length, at);
 }
 
+/* File systems let only one write at a time extend a file or allocate blocks past the page cache. If there is no room,
+ * the write itself will tell. */
+static void reserve(struct upper *upper, uint64_t at, size_t length)
+{
+    uint64_t end = at + length;
+    if (end <= upper->reserved)
+        return;
+    pthread_mutex_lock(&upper->reserving);
+    uint64_t begin = at > upper->reserved ? at : upper->reserved;
+    if (end > upper->reserved && fallocate(upper->data_fd, 0, (off_t)begin, (off_t)(end - begin + RESERVED)) == 0)
+        upper->reserved = end + RESERVED;
+    pthread_mutex_unlock(&upper->reserving);
+}
+
 static int write_piece(struct upper *upper, const void *buffer, size_t length, uint64_t offset)
 {
     bool direct = upper->direct_fd >= 0 && length >= DIRECT_FROM && length % DIRECT_ALIGN == 0;
     uint64_t at = allocate(upper, length, direct ? DIRECT_ALIGN : LSMT_SECTOR);
+    if (direct)
+        reserve(upper, at, length);
     int rc = direct ? write_direct(upper, buffer, length, at) : -EINVAL;
     if (rc == -EINVAL) /* small, or a device with larger blocks than DIRECT_ALIGN */
         rc = write_fully(upper->data_fd, buffer, length, at);

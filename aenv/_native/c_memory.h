@@ -6,6 +6,7 @@
  * c_memory_room.c     page cache for a layer, made ahead
  * c_memory_capture.c  dirty pages of a process into a new layer
  * c_memory_home.c     mappings that make written pages pages of files again
+ * c_memory_prefetch.c parts of files into the page cache
  *
  * All functions return 0, or -1 with *why filled: `error` is an errno, or 0 when a parent is not valid.
  */
@@ -80,8 +81,9 @@ enum memory_wanted {
   WANT_WRITTEN, /* pages that the process has written to its private mapping */
   WANT_PRESENT, /* pages that are mapped now */
 };
-int memory_scan(pid_t pid, const struct memory_region *regions, int count, enum memory_wanted wanted, int use_ioctl,
-                struct memory_pieces *out, struct memory_failure *why);
+/* In the order of the regions; `out` is for free(). */
+int memory_scan(pid_t pid, const struct memory_region *regions, int count, enum memory_wanted wanted, int threads,
+                int use_ioctl, struct memory_pieces *out, struct memory_failure *why);
 
 /* A memory map; what no extent covers is zeros. Several threads may read it at once. */
 struct memory_parent {
@@ -112,6 +114,9 @@ int memory_layer_write_header(int fd, uint64_t virtual_size, const char *uuid, s
 int memory_layer_seal(int fd, uint64_t virtual_size, const char *uuid, uint64_t data_end, struct memory_segments *list,
                       uint64_t *file_bytes, struct memory_failure *why);
 
+/* Begins to read what is not in the page cache; *cold is how much that is. Bytes, page-aligned. */
+int memory_prefetch(int fd, uint64_t offset, uint64_t length, uint64_t *cold, struct memory_failure *why);
+
 /* The beginning of a file, mapped; without `map` there is none. */
 struct memory_room {
   char *map;
@@ -125,4 +130,5 @@ int memory_capture(pid_t pid, const struct memory_region *regions, int count, ui
                    const struct memory_parent *parent, int out_fd, const struct memory_room *room, int threads,
                    int use_ioctl, const char *uuid, struct memory_pieces *pieces, struct memory_stats *stats,
                    struct memory_failure *why);
+
 #endif

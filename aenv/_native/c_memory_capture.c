@@ -262,7 +262,7 @@ int memory_capture(pid_t pid, const struct memory_region *regions, int count, ui
   job.next_byte = DATA_START;
   memset(stats, 0, sizeof *stats);
   memset(pieces, 0, sizeof *pieces);
-  int result = memory_scan(pid, regions, count, WANT_WRITTEN, use_ioctl, pieces, why);
+  int result = memory_scan(pid, regions, count, WANT_WRITTEN, threads, use_ioctl, pieces, why);
   struct worker *workers = calloc((size_t)threads, sizeof *workers);
   if (result == 0 && !workers) result = memory_fail(why, ENOMEM, "workers");
   if (result == 0) result = capture(&job, workers, threads, virtual_size, uuid, stats, why);

@@ -6,7 +6,9 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <pthread.h>
 #include <stdarg.h>
+#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -32,6 +34,10 @@ struct scan_argument {
 #define ENTRY_SWAPPED (1ull << 62)
 #define ENTRY_FILE (1ull << 61)
 #define ENTRIES 8192
+
+#ifndef PART_BYTES /* tests make it small */
+#define PART_BYTES (64ull << 20)
+#endif
 
 int memory_fail(struct memory_failure *why, int error, const char *format, ...) {
   va_list list;
@@ -151,17 +157,94 @@ static int scan_by_read(int pagemap, const struct memory_region *r, enum memory_
   return 0;
 }
 
-int memory_scan(pid_t pid, const struct memory_region *regions, int count, enum memory_wanted wanted, int use_ioctl,
-                struct memory_pieces *out, struct memory_failure *why) {
-  char path[40];
-  snprintf(path, sizeof path, "/proc/%d/pagemap", (int)pid);
-  int pagemap = open(path, O_RDONLY | O_CLOEXEC);
-  if (pagemap < 0) return memory_fail(why, errno, "open %s", path);
-  int result = 0;
-  for (int i = 0; i < count && result == 0; i++) {
-    result = use_ioctl ? scan_by_ioctl(pagemap, &regions[i], wanted, out, why) : 1;
-    if (result == 1) result = scan_by_read(pagemap, &regions[i], wanted, out, why);
+struct job {
+  int pagemap, use_ioctl;
+  enum memory_wanted wanted;
+  struct memory_region *parts;
+  struct memory_pieces *found; /* of each part */
+  size_t count;
+  _Atomic size_t next;
+  _Atomic int failed;
+  pthread_mutex_t lock;
+  struct memory_failure why;
+};
+
+static void report(struct job *job, const struct memory_failure *why) {
+  pthread_mutex_lock(&job->lock);
+  if (!job->failed) job->why = *why;
+  job->failed = 1;
+  pthread_mutex_unlock(&job->lock);
+}
+
+static void *work(void *argument) {
+  struct job *job = argument;
+  struct memory_failure why;
+  size_t at;
+  while (!job->failed && (at = atomic_fetch_add(&job->next, 1)) < job->count) {
+    int result = job->use_ioctl ? scan_by_ioctl(job->pagemap, &job->parts[at], job->wanted, &job->found[at], &why) : 1;
+    if (result == 1) result = scan_by_read(job->pagemap, &job->parts[at], job->wanted, &job->found[at], &why);
+    if (result < 0) report(job, &why);
   }
-  close(pagemap);
+  return NULL;
+}
+
+/* Regions in parts of at most PART_BYTES, so that threads can share them. */
+static int divide(struct job *job, const struct memory_region *regions, int count) {
+  for (int i = 0; i < count; i++) job->count += (regions[i].length + PART_BYTES - 1) / PART_BYTES;
+  job->parts = calloc(job->count, sizeof *job->parts);
+  job->found = calloc(job->count, sizeof *job->found);
+  if (!job->parts || !job->found) return -1;
+  for (size_t i = 0, part = 0; i < (size_t)count; i++)
+    for (uint64_t at = 0; at < regions[i].length; at += PART_BYTES) {
+      uint64_t left = regions[i].length - at;
+      job->parts[part++] = (struct memory_region){regions[i].address + at, regions[i].guest_offset + at,
+                                                  left < PART_BYTES ? left : PART_BYTES};
+    }
+  return 0;
+}
+
+static int concatenate(const struct job *job, struct memory_pieces *out) {
+  size_t total = 0;
+  for (size_t i = 0; i < job->count; i++) total += job->found[i].count;
+  if (total == 0) return 0;
+  out->items = malloc(total * sizeof *out->items);
+  if (!out->items) return -1;
+  out->capacity = total;
+  for (size_t i = 0; i < job->count; out->count += job->found[i++].count)
+    if (job->found[i].count)
+      memcpy(out->items + out->count, job->found[i].items, job->found[i].count * sizeof *out->items);
+  return 0;
+}
+
+static int scan(struct job *job, const struct memory_region *regions, int count, int threads,
+                struct memory_pieces *out, struct memory_failure *why) {
+  pthread_t handles[MAX_THREADS];
+  int started = 1;
+  if (divide(job, regions, count) < 0) return memory_fail(why, ENOMEM, "list of dirty pages");
+  while (started < threads && (size_t)started < job->count &&
+         pthread_create(&handles[started], NULL, work, job) == 0)
+    started++;
+  work(job);
+  for (int i = 1; i < started; i++) pthread_join(handles[i], NULL);
+  if (job->failed) {
+    *why = job->why;
+    return -1;
+  }
+  return concatenate(job, out) < 0 ? memory_fail(why, ENOMEM, "list of dirty pages") : 0;
+}
+
+int memory_scan(pid_t pid, const struct memory_region *regions, int count, enum memory_wanted wanted, int threads,
+                int use_ioctl, struct memory_pieces *out, struct memory_failure *why) {
+  char path[40];
+  *out = (struct memory_pieces){0};
+  snprintf(path, sizeof path, "/proc/%d/pagemap", (int)pid);
+  struct job job = {.use_ioctl = use_ioctl, .wanted = wanted, .lock = PTHREAD_MUTEX_INITIALIZER};
+  job.pagemap = open(path, O_RDONLY | O_CLOEXEC);
+  if (job.pagemap < 0) return memory_fail(why, errno, "open %s", path);
+  int result = scan(&job, regions, count, threads, out, why);
+  close(job.pagemap);
+  for (size_t i = 0; job.found && i < job.count; i++) free(job.found[i].items);
+  free(job.found);
+  free(job.parts);
   return result;
 }

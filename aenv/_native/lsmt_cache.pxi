@@ -39,7 +39,7 @@ cdef class ChunkCache:
     cdef readonly object directory
 
     def __cinit__(
-        self, directory, uint64_t limit, *, uint32_t chunk_size=1 << 20, uint32_t fetch_bytes=4 << 20,
+        self, directory, uint64_t limit, *, uint32_t chunk_size=256 << 10, uint32_t fetch_bytes=4 << 20,
         uint32_t readahead=8 << 20, double wait_seconds=30, uint64_t prefetch_rate=0, uint32_t prefetch_most=2,
     ):
         cdef fault f

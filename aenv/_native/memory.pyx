@@ -53,8 +53,8 @@ cdef extern from "c_memory.h" nogil:
         pass
 
     int memory_scan(
-        pid_t pid, const memory_region *regions, int count, memory_wanted wanted, int use_ioctl, memory_pieces *out,
-        memory_failure *why)
+        pid_t pid, const memory_region *regions, int count, memory_wanted wanted, int threads, int use_ioctl,
+        memory_pieces *out, memory_failure *why)
     int memory_parent_open(
         memory_parent *parent, const int *fds, int files, const memory_extent *extents, size_t count,
         uint64_t virtual_size, memory_failure *why)
@@ -64,6 +64,7 @@ cdef extern from "c_memory.h" nogil:
         uint64_t length
     int memory_room_make(int fd, uint64_t length, int threads, memory_room *room, memory_failure *why)
     void memory_room_free(memory_room *room)
+    int memory_prefetch(int fd, uint64_t offset, uint64_t length, uint64_t *cold, memory_failure *why)
     int memory_runs(const memory_pieces *pieces, memory_run **runs, size_t *count)
     int memory_home(
         const memory_run *runs, size_t run_count, const memory_extent *content, size_t count, size_t limit,
@@ -253,7 +254,7 @@ def written_bytes(pid_t pid, list regions not None, size):
     cdef memory_region *c_regions = _regions(regions, c_size)
     memset(&found, 0, sizeof(found))
     with nogil:
-        result = memory_scan(pid, c_regions, count, WANT_WRITTEN, True, &found, &why)
+        result = memory_scan(pid, c_regions, count, WANT_WRITTEN, 1, True, &found, &why)
         for i in range(found.count):
             total += <uint64_t>found.items[i].count * PAGE_BYTES
         free(c_regions)
@@ -275,7 +276,7 @@ def pages(pid_t pid, list regions not None, size, *, bint written, bint scan_by_
     cdef memory_region *c_regions = _regions(regions, c_size)
     memset(&found, 0, sizeof(found))
     with nogil:
-        result = memory_scan(pid, c_regions, count, wanted, scan_by_ioctl, &found, &why)
+        result = memory_scan(pid, c_regions, count, wanted, 1, scan_by_ioctl, &found, &why)
         free(c_regions)
     try:
         if result < 0:
@@ -286,3 +287,15 @@ def pages(pid_t pid, list regions not None, size, *, bint written, bint scan_by_
         ]
     finally:
         free(found.items)
+
+
+def prefetch(int fd, uint64_t offset, uint64_t length):
+    """Begin to read those pages of a file that are not in the page cache; returns how many bytes they are."""
+    cdef uint64_t cold = 0
+    cdef memory_failure why
+    cdef int result
+    with nogil:
+        result = memory_prefetch(fd, offset, length, &cold, &why)
+    if result < 0:
+        _raise(&why)
+    return cold

@@ -16,7 +16,7 @@ from aenv.cli.output import json_option, print_table, say, wants_json
 from aenv.config import load
 from aenv.errors import UnavailableError
 
-BENCHES = ("resume", "snapshot", "fork", "exec", "files", "blocks")
+BENCHES = ("resume", "snapshot", "fork", "exec", "files", "blocks", "ublk")
 SAMPLES = ("samples", "samples_ms")
 
 
@@ -35,12 +35,14 @@ def bench_command(ctx: click.Context, name: str, rounds: int, as_json: bool) -> 
     exec     what a command costs over the same command started inside the guest
     files    upload and download of 256 MiB against a raw TCP copy; memory of daemon and agent
     blocks   the block server: engine against pread, FUSE files against a raw file, restack, index, memory
+    ublk     its block devices against loop and qemu-nbd, inside an emulated machine whose kernel has ublk
 
     Rivals are measured in the same run, in turn with ours: QEMU's own migrate, -incoming, savevm and loadvm. Rows that
     take long have fewer samples than -n asks for; each says how many. JSON has all samples.
 
-    All but `blocks` start a daemon of their own on the given home, which must have no other. `resume`, `exec` and
-    `files` need the template `base`; `snapshot` and `fork` build one of 2048 and of 256 MiB, and remove it again.
+    All but `blocks` and `ublk` start a daemon of their own on the given home, which must have no other. `resume`,
+    `exec` and `files` need the template `base`; `snapshot` and `fork` build one of 2048 and of 256 MiB, and remove it
+    again.
     """
     # The measurements live beside the package, in the source tree: they are no part of what is installed.
     root = Path(__file__).parents[2]

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Sequence
 from pathlib import Path
 
+from aenv.snapshot.working_set import prefetch
 from aenv.vmm.base import Disk, MemoryMap, Vm
 
 
@@ -19,17 +20,14 @@ async def restore(
 ) -> None:
     """PREPARED → PAUSED. The caller resumes it, or kills it on failure.
 
-    `memory` is what RAM shall be; pages of `working_set` (see `working_set.py`) are mapped
-    ahead, while the device state is loaded. Raises VmmError, InvalidInputError and LimitError.
+    `memory` is what RAM shall be; what is not in the page cache of its `working_set` (see `working_set.py`) begins to
+    be read. Raises VmmError, InvalidInputError and LimitError.
     """
-    await _all(vm.attach_disk(disk), vm.map_memory(memory))
-    if working_set:
-        await _all(vm.load_state(state), vm.populate(working_set))
-    else:
-        await vm.load_state(state)
+    await _all(prefetch(memory, working_set), vm.attach_disk(disk), vm.map_memory(memory))
+    await vm.load_state(state)
 
 
-async def _all(*work: Awaitable[None]) -> None:
+async def _all(*work: Awaitable[object]) -> None:
     """The VMM works on all at once; the first error is raised when all have ended."""
     for result in await asyncio.gather(*work, return_exceptions=True):
         if isinstance(result, BaseException):

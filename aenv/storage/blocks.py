@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from uuid import uuid4
 
-from aenv.errors import AenvError, ConflictError, NotFoundError, UnavailableError
+from aenv.errors import AenvError, ConflictError, InvalidInputError, NotFoundError, UnavailableError
 from aenv.vmm.spawn import Process, exit_reason, process_start_time, spawn
 from ublk.client import BlockClient
 from ublk.server import keep_path
@@ -54,8 +54,8 @@ class Blocks:
 
     @classmethod
     async def start(cls, run_dir: Path) -> Blocks:
-        """Connect to the server of this run directory, or start one. Raises UnavailableError if that fails, and
-        InvalidInputError if one runs that speaks another version of the protocol."""
+        """Connect to the server of this run directory, or start one. One that speaks another version of the protocol
+        is replaced; its files stay open. Raises UnavailableError if there is no server in the end."""
         run_dir.mkdir(mode=0o711, parents=True, exist_ok=True)
         blocks = cls(run_dir)
         try:
@@ -63,7 +63,7 @@ class Blocks:
         except BaseException:
             blocks._let_go()
             raise
-        blocks._watcher = asyncio.create_task(blocks._watch(), name="block server")
+        blocks._supervise()
         return blocks
 
     async def close(self, *, stop_server: bool = False) -> None:
@@ -72,15 +72,7 @@ class Blocks:
         `stop_server` ends it if no image is in use; raises ConflictError, with everything as it was, if one is.
         """
         if stop_server:
-            client = await self._connected()
-            self._closing = True
-            try:
-                await client.shutdown()
-            except BaseException:
-                self._closing = False
-                raise
-            assert self._process is not None
-            await self._process.wait()
+            await self._stop_server()
         self._closing = True
         if self._watcher is not None:
             self._watcher.cancel()
@@ -131,6 +123,10 @@ class Blocks:
             try:
                 await self._connect()
                 break
+            except InvalidInputError as error:
+                log.info("the block server is of another version and is replaced: %s", error)
+                await self._replace_server()
+                break
             except UnavailableError:
                 try:
                     await self._start_server()
@@ -138,6 +134,15 @@ class Blocks:
                 except UnavailableError:
                     if attempt == PATIENCE:
                         raise
+
+    async def _replace_server(self) -> None:
+        self._kept = await asyncio.to_thread(_fetch, keep_path(self._socket))
+        pid = await asyncio.to_thread(_peer_pid, self._socket)
+        try:
+            await Process.adopt(pid, process_start_time(pid)).kill()
+        except NotFoundError:
+            log.info("it has ended by itself")
+        await self._start_server(self._kept)
 
     async def _start_server(self, kept: Sequence[int] = ()) -> None:
         """Start a server that takes over the mount whose descriptors are `kept`, and connect to it."""
@@ -172,6 +177,29 @@ class Blocks:
             raise UnavailableError(f"the block server {exit_reason(status)}", hint=f"its last words are in {self._log}")
         await self._connect()
 
+    async def _stop_server(self) -> None:
+        for _ in range(ATTEMPTS):
+            client = await self._connected()
+            self._closing = True
+            try:
+                await client.shutdown()
+                break
+            except BaseException as error:
+                self._closing = False
+                self._supervise()
+                # One that died instead has left its mount: the next one ends in order.
+                if client.connected or not isinstance(error, UnavailableError):
+                    raise
+        else:
+            raise UnavailableError(f"the block server died {ATTEMPTS} times instead of ending", hint=f"see {self._log}")
+        assert self._process is not None
+        await self._process.wait()
+
+    def _supervise(self) -> None:
+        if self._watcher is None or self._watcher.done():
+            self._watcher = asyncio.create_task(self._watch(), name="block server")
+            self._watcher.add_done_callback(_log_failure)
+
     async def _watch(self) -> None:
         while not self._closing:
             assert self._process is not None
@@ -194,8 +222,7 @@ class Blocks:
         for attempt in range(sys.maxsize):
             await asyncio.sleep(PAUSES[min(attempt, len(PAUSES) - 1)])
             try:
-                # If it cannot take the mount over, sandboxes that use it are lost; those to come need not be.
-                await self._start_server(self._kept if attempt < len(PAUSES) else ())
+                await self._start_server(self._kept)
                 break
             except AenvError as error:
                 log.error("%s", error)
@@ -343,6 +370,11 @@ def control_socket(run_dir: Path) -> Path:
     return run_dir / "control"
 
 
+def _log_failure(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.error("nobody watches the block server any longer", exc_info=error)
+
+
 async def _find(client: BlockClient, image: str) -> dict[str, Any] | None:
     return next((found for found in await client.list_images() if found["image"] == image), None)
 
@@ -356,6 +388,18 @@ def _require_missing(*paths: Path) -> None:
 def _remove(*paths: Path) -> None:
     for path in paths:
         path.unlink(missing_ok=True)
+
+
+def _peer_pid(path: Path) -> int:
+    """Who listens there. Raises UnavailableError."""
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.settimeout(10)
+            connection.connect(str(path))
+            credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    except OSError as error:
+        raise UnavailableError(f"{path}: no block server: {error}") from error
+    return int.from_bytes(credentials[:4], sys.byteorder)  # struct ucred: pid, uid, gid
 
 
 def _fetch(path: Path) -> list[int]:

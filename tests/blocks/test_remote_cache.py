@@ -555,18 +555,18 @@ def with_thread(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("limit", [64 << 20, 400_000, 70_000, 0])
 def test_concurrent_use(with_address: Path, tmp_path: Path, limit: int) -> None:
-    run(with_address, "threads", tmp_path, limit, 20)
+    run(with_address, "threads", tmp_path, limit, 10)
 
 
 @pytest.mark.parametrize("limit", [64 << 20, 400_000])
 def test_concurrent_use_without_races(with_thread: Path, tmp_path: Path, limit: int) -> None:
-    run(with_thread, "threads", tmp_path, limit, 4)
+    run(with_thread, "threads", tmp_path, limit, 2)
 
 
 @pytest.mark.parametrize("limit", [64 << 20, 400_000])
 def test_kill_in_the_middle_of_fetches_and_evictions(with_address: Path, tmp_path: Path, limit: int) -> None:
-    run(with_address, "kill", tmp_path, limit, 25)
+    run(with_address, "kill", tmp_path, limit, 12)
 
 
 def test_damaged_files(with_address: Path, tmp_path: Path) -> None:
-    run(with_address, "damage", tmp_path, 40)
+    run(with_address, "damage", tmp_path, 30)

@@ -26,7 +26,7 @@ from aenv._native.lsmt import crc32c
 from aenv.errors import AenvError, InvalidInputError, NotFoundError, UnavailableError
 from tests.blocks import range_server
 from ublk.ranges import ChunkList, FileSpec, HttpSpec, RangeError, RemoteSpec, S3Spec
-from ublk.ranges_http import HttpRanges, Tokens, parse_challenge
+from ublk.ranges_http import HttpRanges, HttpShared, parse_challenge
 from ublk.remote import RemoteLayers, RemoteOptions, TraceRecording, prefetch
 from ublk.trace import Trace, runs
 
@@ -76,7 +76,7 @@ def read_range(source: HttpRanges, offset: int = 100, length: int = 5000, second
 
 def test_ranges(tmp_path: Path) -> None:
     with range_server.serve(BLOB) as (url, behaviour):
-        source = HttpRanges(HttpSpec(url), len(BLOB), Tokens(), 4)
+        source = HttpRanges(HttpSpec(url), len(BLOB), HttpShared(4))
         assert read_range(source) == BLOB[100:5100]
         assert read_range(source, len(BLOB) - 5, 5) == BLOB[-5:]
         assert read_range(source, 0, len(BLOB)) == BLOB
@@ -93,7 +93,7 @@ def test_ranges(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_wrong_answers_are_errors(fault: str, permanent: bool) -> None:
     with range_server.serve(BLOB, always=fault) as (url, behaviour):
-        source = HttpRanges(HttpSpec(url), len(BLOB), Tokens(), 4)
+        source = HttpRanges(HttpSpec(url), len(BLOB), HttpShared(4))
         with pytest.raises(RangeError) as caught:
             read_range(source)
         assert caught.value.permanent is permanent
@@ -103,14 +103,14 @@ def test_wrong_answers_are_errors(fault: str, permanent: bool) -> None:
 
 def test_server_without_ranges_serves_whole_layers() -> None:
     with range_server.serve(BLOB, always="whole") as (url, _):
-        source = HttpRanges(HttpSpec(url), len(BLOB), Tokens(), 4)
+        source = HttpRanges(HttpSpec(url), len(BLOB), HttpShared(4))
         assert read_range(source, 0, len(BLOB)) == BLOB
 
 
 @pytest.mark.parametrize("where", [range_server.refusing, range_server.silent])
 def test_dead_servers_are_errors_by_the_deadline(where: Any) -> None:
     with where() as url:
-        source = HttpRanges(HttpSpec(url), len(BLOB), Tokens(), 4)
+        source = HttpRanges(HttpSpec(url), len(BLOB), HttpShared(4))
         with pytest.raises(RangeError) as caught:
             read_range(source, seconds=0.3)
         assert not caught.value.permanent
@@ -118,18 +118,18 @@ def test_dead_servers_are_errors_by_the_deadline(where: Any) -> None:
 
 def test_answer_that_drips_is_an_error_by_the_deadline() -> None:
     with range_server.serve(BLOB, always="drip") as (url, _):
-        source = HttpRanges(HttpSpec(url), len(BLOB), Tokens(), 4)
+        source = HttpRanges(HttpSpec(url), len(BLOB), HttpShared(4))
         with pytest.raises(RangeError, match="too long"):
             read_range(source, seconds=0.3)
 
 
 def test_token_is_got_once_and_used_again(tmp_path: Path) -> None:
     with range_server.serve(BLOB, token="t1") as (url, behaviour):
-        tokens = Tokens()
-        source = HttpRanges(HttpSpec(url), len(BLOB), tokens, 4)
+        shared = HttpShared(4)
+        source = HttpRanges(HttpSpec(url), len(BLOB), shared)
         for _ in range(3):
             assert read_range(source) == BLOB[100:5100]
-        assert read_range(HttpRanges(HttpSpec(url), len(BLOB), tokens, 4)) == BLOB[100:5100]
+        assert read_range(HttpRanges(HttpSpec(url), len(BLOB), shared)) == BLOB[100:5100]
         assert behaviour.tokens_given == 1
         behaviour.token = "t2"  # the old one is refused from now on
         assert read_range(source) == BLOB[100:5100]
@@ -138,10 +138,10 @@ def test_token_is_got_once_and_used_again(tmp_path: Path) -> None:
 
 def test_token_is_renewed_before_it_ends() -> None:
     with range_server.serve(BLOB, token="t", token_seconds=0) as (url, behaviour):
-        tokens = Tokens()
-        source = HttpRanges(HttpSpec(url), len(BLOB), tokens, 4)
+        shared = HttpShared(4)
+        source = HttpRanges(HttpSpec(url), len(BLOB), shared)
         read_range(source)
-        while tokens.get(source._challenge or ()) is not None:  # a second
+        while shared.tokens.get(source._challenge or ()) is not None:  # a second
             time.sleep(0.05)
         assert read_range(source) == BLOB[100:5100]
         assert behaviour.tokens_given == 2
@@ -150,7 +150,7 @@ def test_token_is_renewed_before_it_ends() -> None:
 def test_credentials_are_read_from_their_file(tmp_path: Path) -> None:
     file = tmp_path / "credentials"
     with range_server.serve(BLOB, token="t", password="secret") as (url, behaviour):
-        source = HttpRanges(HttpSpec(url, credentials=str(file)), len(BLOB), Tokens(), 4)
+        source = HttpRanges(HttpSpec(url, credentials=str(file)), len(BLOB), HttpShared(4))
         for content in (None, "no json", '["list"]', '{"username": 7}', '{"username": "user", "password": "wrong"}'):
             if content is not None:
                 file.write_text(content)
@@ -161,14 +161,14 @@ def test_credentials_are_read_from_their_file(tmp_path: Path) -> None:
         file.write_text(json.dumps({"username": "user", "password": "secret"}))
         assert read_range(source) == BLOB[100:5100]
         file.write_text(json.dumps({"token": "t"}))
-        assert read_range(HttpRanges(HttpSpec(url, credentials=str(file)), len(BLOB), Tokens(), 4)) == BLOB[100:5100]
+        assert read_range(HttpRanges(HttpSpec(url, credentials=str(file)), len(BLOB), HttpShared(4))) == BLOB[100:5100]
         assert behaviour.tokens_given == 1
 
 
 def test_redirect_is_followed_without_the_token_and_kept() -> None:
     with range_server.serve(BLOB, token="t") as (url, behaviour):
         behaviour.redirect = url.replace("/blob", "/storage?signed=1")
-        source = HttpRanges(HttpSpec(url), len(BLOB), Tokens(), 4)
+        source = HttpRanges(HttpSpec(url), len(BLOB), HttpShared(4))
         assert read_range(source) == BLOB[100:5100]
         assert read_range(source) == BLOB[100:5100]
         assert [path for path, *_ in behaviour.requests] == ["/blob", "/token", "/blob", "/storage", "/storage"]
@@ -179,7 +179,7 @@ def test_redirect_is_followed_without_the_token_and_kept() -> None:
 def test_signed_address_that_ended_is_asked_for_again() -> None:
     with range_server.serve(BLOB) as (url, behaviour):
         behaviour.redirect = url.replace("/blob", "/storage")
-        source = HttpRanges(HttpSpec(url), len(BLOB), Tokens(), 4)
+        source = HttpRanges(HttpSpec(url), len(BLOB), HttpShared(4))
         read_range(source)
         behaviour.faults = ["403"]
         assert read_range(source) == BLOB[100:5100]
@@ -189,7 +189,7 @@ def test_signed_address_that_ended_is_asked_for_again() -> None:
 @pytest.mark.parametrize("target", ["/blob", "ftp://127.0.0.1/x", "file:///etc/passwd", "http://"])
 def test_bad_redirects_are_errors(target: str) -> None:
     with range_server.serve(BLOB, redirect=target) as (url, behaviour):
-        source = HttpRanges(HttpSpec(url), len(BLOB), Tokens(), 4)
+        source = HttpRanges(HttpSpec(url), len(BLOB), HttpShared(4))
         with pytest.raises(RangeError) as caught:
             read_range(source)
         assert caught.value.permanent

@@ -327,6 +327,23 @@ def test_many_scattered_pages_are_captured_once_each(tmp_path, runs, ioctl):
     assert stats["dirty_pages"] == stats["stored_pages"] == len(dirty)
 
 
+@pytest.mark.parametrize("ioctl", [True, False])
+def test_large_memory_is_scanned_in_parts(tmp_path, ioctl):
+    """By several threads; runs go on over the borders of the parts (64 MiB)."""
+    size, part = 200 << 20, (64 << 20) // PAGE
+    with mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE) as mapping, (tmp_path / "layer").open("w+b") as layer:
+        dirty = [0, *range(part - 300, part + 300), 2 * part - 1, 2 * part, size // PAGE - 1]
+        for number in dirty:
+            mapping[number * PAGE] = 1
+        address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+        stats, written = memory.capture(
+            os.getpid(), [(address, 0, size)], size, [], b"", layer.fileno(), threads=4, scan_by_ioctl=ioctl
+        )
+    assert pages_of(written) == dirty
+    assert len(written) // 16 == 4
+    assert stats["stored_pages"] == len(dirty)
+
+
 def test_longest_extents_are_rehomed_first(child, tmp_path):
     base = tmp_path / "base"
     base.write_bytes(page(9) * PAGES)

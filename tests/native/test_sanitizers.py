@@ -19,7 +19,8 @@ def build(target: Path, sanitizer: str) -> Path:
         pytest.skip("no C compiler")
     command = [
         compiler, "-std=gnu11", "-O1", "-g", "-Wall", "-Wextra", "-Werror", f"-fsanitize={sanitizer}",
-        "-fno-sanitize-recover=all", f"-I{NATIVE}", "-o", str(target), str(HERE / "c_exercise.c"),
+        "-fno-sanitize-recover=all", "-DPART_BYTES=1048576", f"-I{NATIVE}",
+        "-o", str(target), str(HERE / "c_exercise.c"),
         *map(str, sorted(NATIVE.glob("c_memory_*.c"))), *map(str, sorted(NATIVE.glob("c_lsmt_*.c"))),
         "-llz4", "-lzstd", "-lpthread",
     ]  # fmt: skip

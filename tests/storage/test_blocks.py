@@ -22,6 +22,8 @@ import pytest
 from aenv._native.lsmt import Layer, Stack, Writer
 from aenv.errors import ConflictError, InvalidInputError, NotFoundError, UnavailableError
 from aenv.storage.blocks import Blocks
+from ublk import protocol
+from ublk.client import BlockClient
 
 pytestmark = pytest.mark.root
 SIZE = 8 << 20
@@ -336,6 +338,25 @@ def test_files_do_not_survive_an_end_of_the_server_on_purpose(tmp_path: Path) ->
     run(tmp_path, body)
 
 
+@pytest.mark.parametrize("steps", [0, 1, 5, 20])
+def test_server_that_dies_instead_of_ending_leaves_nothing(tmp_path: Path, steps: int) -> None:
+    async def body(blocks: Blocks, folder: Path, start: Start) -> None:
+        await blocks.open("memory", [memory_layer(folder / "layer")], cached=True)
+        closing = asyncio.create_task(blocks.close(stop_server=True))
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        if blocks.pid is not None:
+            kill(blocks)
+        await closing
+        assert blocks.pid is None
+        again = await Blocks.start(folder / "run")
+        await again.close(stop_server=True)
+        assert not os.path.ismount(blocks.directory)
+        assert sorted(path.name for path in (folder / "run").iterdir()) == ["control.lock", "images", "log"]
+
+    run(tmp_path, body)
+
+
 def test_stop_server(tmp_path: Path) -> None:
     async def body(blocks: Blocks, folder: Path, start: Start) -> None:
         found = await blocks.open("memory", [memory_layer(folder / "layer")], cached=True)
@@ -419,7 +440,7 @@ def test_qemu_sees_only_latency(tmp_path: Path) -> None:
     run(tmp_path, body)
 
 
-@pytest.mark.parametrize("offset", [0, 36], ids=["magic", "init_length"])
+@pytest.mark.parametrize("offset", [0, 36, 44, 80], ids=["magic", "init_length", "opcode", "version"])
 def test_damaged_record_of_the_mount_ends_it_and_nothing_else(tmp_path: Path, offset: int) -> None:
     async def body(blocks: Blocks, folder: Path, start: Start) -> None:
         survived: asyncio.Queue[bool] = asyncio.Queue()
@@ -439,6 +460,54 @@ def test_damaged_record_of_the_mount_ends_it_and_nothing_else(tmp_path: Path, of
         assert await survived.get() is True
         await reader.verify()
         await blocks.close_image("memory")
+
+    run(tmp_path, body)
+
+
+# The server of another release.
+OTHER = """
+import ublk.protocol, ublk.server
+ublk.protocol.VERSION = ublk.server.VERSION = 99
+from ublk.__main__ import main
+main()
+"""
+
+
+def test_server_of_another_version_is_replaced_under_open_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def body(blocks: Blocks, folder: Path, start: Start) -> None:
+        await blocks.close(stop_server=True)
+        command = ["--socket", folder / "run/control", "--mount", blocks.directory, "--state", folder / "run/state"]
+        ready, theirs = os.pipe()
+        other = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", OTHER, *map(str, command), "--ready", str(theirs), pass_fds=[theirs]
+        )
+        os.close(theirs)
+        assert await asyncio.to_thread(os.read, ready, 1) == b"1"
+        os.close(ready)
+        with monkeypatch.context() as patch:
+            patch.setattr(protocol, "VERSION", 99)
+            async with await BlockClient.connect(folder / "run/control") as client:
+                data, index = folder / "disk.data", folder / "disk.index"
+                await client.create(data, index, SIZE)
+                found = await client.open("disk", data=data, index=index)
+        writer = await start(WRITER, found["path"], 0, 500, 1)
+        await writer.step()
+        try:
+            again = await Blocks.start(folder / "run")
+        except BaseException:
+            other.kill()
+            raise
+        try:
+            assert again.pid != other.pid
+            await other.wait()  # whatever it says: as its parent in this test, `Blocks` may have reaped it
+            await writer.step()
+            assert [image["opens"] for image in await again.list_images()] == [1]
+            await writer.verify()
+            await again.close_image("disk")
+        finally:
+            await end(again)
 
     run(tmp_path, body)
 
@@ -489,7 +558,8 @@ def test_whoever_asks_for_the_mount_and_goes_away_does_no_harm(tmp_path: Path) -
             for _ in range(50):
                 with socket.socket(socket.AF_UNIX) as connection:
                     connection.connect(str(folder / "run/control.keep"))
-                    connection.sendall(sent)
+                    with contextlib.suppress(ConnectionError):
+                        connection.sendall(sent)
         fds = Path(f"/proc/{blocks.pid}/fd")
         await blocks.list_images()
         assert len(list(fds.iterdir())) < 50
@@ -522,8 +592,8 @@ def test_server_that_does_not_start_is_told_and_tried_again(tmp_path: Path) -> N
     async def body(blocks: Blocks, folder: Path, start: Start) -> None:
         found = await blocks.open("memory", [memory_layer(folder / "layer")], cached=True)
         reader = await start(READER, found["path"])
-        restarted = asyncio.Event()
-        blocks.on_restarted(lambda _: restarted.set())
+        restarted: asyncio.Queue[bool] = asyncio.Queue()
+        blocks.on_restarted(restarted.put_nowait)
         kill(blocks)
         lock = os.open(folder / "run/control.lock", os.O_RDWR)
         await asyncio.to_thread(fcntl.flock, lock, fcntl.LOCK_EX)
@@ -532,8 +602,16 @@ def test_server_that_does_not_start_is_told_and_tried_again(tmp_path: Path) -> N
         assert caught.value.hint is not None
         assert str(folder / "run/log") in caught.value.hint
         assert "runs there already" in (folder / "run/log").read_text()
+        # Now one fails after it has taken the mount over: that must survive this, too.
+        (folder / "run/control.keep").unlink(missing_ok=True)
+        (folder / "run/control.keep/block").mkdir(parents=True)
+        started = (folder / "run/log").read_text().count("cannot go on")
         os.close(lock)
-        await restarted.wait()
+        while (folder / "run/log").read_text().count("cannot go on") == started:
+            await asyncio.sleep(0.01)
+        (folder / "run/control.keep/block").rmdir()
+        (folder / "run/control.keep").rmdir()
+        assert await restarted.get() is True
         await reader.verify()
         await blocks.close_image("memory")
 

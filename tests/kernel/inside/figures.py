@@ -5,23 +5,20 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import subprocess
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from aenv._native.lsmt import Image, Layer, Stack, Writer
-from ublk.device import Device
 
+from .patterns import PATTERNS
 from .support import control, new_image, sh
 
 SIZE = 128 << 20
 SECONDS = 1
-PATTERNS = {
-    "seq1m": ["--bs=1M", "--iodepth=8"],
-    "seq128k": ["--bs=128k", "--iodepth=32"],
-    "rand4k-qd1": ["--bs=4k", "--iodepth=1"],
-    "rand4k-qd64": ["--bs=4k", "--iodepth=64"],
-}
 
 
 def fio(path: str, pattern: str, direction: str, seconds: float = SECONDS) -> dict[str, Any]:
@@ -55,51 +52,61 @@ class Contest:
             writer.add(0, content)
             writer.finish()
         self.paths: dict[str, str] = {}
-        self._ours: list[tuple[Device, Image]] = []
-        self._loops: list[str] = []
+        self._end: list[Callable[[], object]] = []
 
-    def add_ublk(self, name: str, queues: int = 1) -> None:
+    def add(self, name: str) -> None:
+        """`ublk`, `ublk-N-queues`, `loop`, `loop-direct` or `qemu-nbd`."""
+        if name.startswith("ublk"):
+            self._add_ublk(name, int(name.split("-")[1]) if "-" in name else 1)
+        elif name == "qemu-nbd":
+            self._add_nbd()
+        else:
+            self._add_loop(name)
+
+    def _add_ublk(self, name: str, queues: int) -> None:
+        """A layer and a writable one, as the disk of a sandbox is."""
         new_image(self.folder, SIZE, name).close()
         stack = Stack([Layer(self.folder / "layer")])
         image = Image(stack, self.folder / f"{name}.data", self.folder / f"{name}.index")
         device = control(queues, 128).prepare()
         device.start(image)
-        self._ours.append((device, image))
         self.paths[name] = device.path
+        self._end += [image.close, device.remove]
 
-    def add_loop(self, name: str, *, direct: bool) -> None:
+    def _add_loop(self, name: str) -> None:
         path = self.folder / name
-        sh(f"cp {self.raw} {path}")
-        device = sh(f"/bin/losetup --find --show --direct-io={'on' if direct else 'off'} {path}").strip()
-        self._loops.append(device)
-        self.paths[name] = device
+        shutil.copy(self.raw, path)
+        direct = "on" if name == "loop-direct" else "off"
+        device = self.paths[name] = sh(f"/bin/losetup --find --show --direct-io={direct} {path}").strip()
+        self._end.append(lambda: sh(f"/bin/losetup --detach {device}"))
+
+    def _add_nbd(self) -> None:
+        path = self.folder / "qcow2"
+        sh(f"qemu-img convert -f raw -O qcow2 {self.raw} {path}")
+        sh(f"qemu-nbd -c /dev/nbd0 -f qcow2 --aio=io_uring --discard=unmap {path}")
+        self.paths["qemu-nbd"] = "/dev/nbd0"
+        self._end.append(lambda: sh("qemu-nbd -d /dev/nbd0"))
 
     def warm(self) -> None:
-        """Both sides have all their data in the page cache, and nothing to write back."""
+        """All have their data in the page cache, and nothing to write back."""
         os.sync()
         for path in self.paths.values():
             sh(f"dd if={path} of=/dev/null bs=1M iflag=direct")
 
     def close(self) -> None:
-        for device, image in self._ours:
-            device.remove()
-            image.close()
-        for path in self._loops:
-            sh(f"/bin/losetup --detach {path}")
-        sh(f"rm -rf {self.folder}")
+        for end in reversed(self._end):
+            end()
+        shutil.rmtree(self.folder)
 
 
 running: list[Contest] = []  # between the calls that come over the serial line
 
 
-def prepare(which: list[str]) -> None:
+def begin(names: list[str]) -> None:
     contest = Contest("/data/figures")
     running.append(contest)
-    for name in which:
-        if name.startswith("ublk"):
-            contest.add_ublk(name, queues=2 if "2q" in name else 1)
-        else:
-            contest.add_loop(name, direct="direct" in name)
+    for name in names:
+        contest.add(name)
     contest.warm()
 
 
@@ -109,3 +116,35 @@ def cell(name: str, pattern: str, direction: str) -> dict[str, Any]:
 
 def end() -> None:
     running.pop().close()
+
+
+def attach(rounds: int) -> dict[str, list[float]]:
+    """Milliseconds until there is a block device: of nothing, with a device made ahead, and of the loop driver."""
+    folder = Path("/data/attach")
+    folder.mkdir()
+    (folder / "raw").write_bytes(bytes(1 << 20))
+    image = new_image(folder, 16 << 20)
+    front = control(1, 128)
+    spare = front.prepare()
+    found: dict[str, list[float]] = {"ublk": [], "ublk made ahead": [], "loop": [], "detach": []}
+    for _ in range(rounds):
+        began = time.perf_counter()
+        device = front.prepare()
+        device.start(image)
+        found["ublk"].append(time.perf_counter() - began)
+        began = time.perf_counter()
+        device.remove()
+        found["detach"].append(time.perf_counter() - began)
+        began = time.perf_counter()
+        spare.start(image)
+        found["ublk made ahead"].append(time.perf_counter() - began)
+        spare.remove()
+        spare = front.prepare()
+        began = time.perf_counter()
+        loop = sh(f"/bin/losetup --find --show {folder}/raw").strip()
+        found["loop"].append(time.perf_counter() - began)
+        sh(f"/bin/losetup --detach {loop}")
+    spare.remove()
+    image.close()
+    shutil.rmtree(folder)
+    return {name: [1000 * seconds for seconds in times] for name, times in found.items()}
