@@ -177,6 +177,8 @@ static int read_local(struct remote *remote, uint64_t number, unsigned word, cha
     unsigned now = atomic_load(&chunk->word);
     if ((now ^ word) & ~WORD_MARK)
         return 1;
+    if (rc == -ENOMEM)
+        return rc;
     if (rc) { /* the local disk fails: the origin has the chunk still */
         pthread_mutex_lock(&remote->cache->evicting);
         if (remote_drop(remote, number, now))

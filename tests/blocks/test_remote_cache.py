@@ -208,6 +208,7 @@ def test_chunks_before_the_failing_one_are_kept(tmp_path: Path) -> None:
             assert (fetch.first, fetch.length) == (0, 2 * CHUNK)
             memoryview(fetch)[:CHUNK] = BLOB[:CHUNK]
             fetch.deliver()
+            until(lambda: stats(remote).joined == 1)  # the reader has come to the second one
             fetch.end(5)
             with pytest.raises(ConflictError):
                 fetch.deliver()

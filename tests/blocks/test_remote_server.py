@@ -196,7 +196,10 @@ def test_restarted_server_opens_the_same(tmp_path: Path) -> None:
                 before = set(behaviour.ranges())
                 await server.start()
                 async with await BlockClient.connect(server.socket) as client:
-                    assert [i["image"] for i in await client.list_images()] == ["image"]
+                    found = await client.list_images()
+                    assert [i["image"] for i in found] == ["image"]
+                    # Digests would make the list longer than a frame may be.
+                    assert found[0]["layers"][0]["chunks"] == {"size": CHUNK, "digests": None, "path": None}
                     path = str(server.images / "image")
                     assert await asyncio.to_thread(read, path, CHUNK) == content[:CHUNK]
                     assert len(behaviour.ranges()) == len(before), "what the killed one had is used"
