@@ -81,7 +81,7 @@ struct cache {
     atomic_ulong used;
     atomic_uint tick; /* chunks stored so far */
     pthread_mutex_t evicting, lock;
-    struct remote *remotes; /* changed under both locks */
+    struct remote *remotes; /* changed under both locks, so each of them is enough to read it */
     struct trace *traces;
     struct want *bucket[WANT_BUCKETS];
     uint64_t waiting, queued, in_flight;
