@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 
 from aenv.config import Config
-from aenv.errors import ConflictError, InvalidInputError, LimitError, NotFoundError, UnavailableError
+from aenv.errors import ConflictError, InvalidInputError, LimitError, NotFoundError, UnavailableError, VmmError
 from aenv.observe.events import Event
 from aenv.observe.logs import LogEntry, LogQuery
 from aenv.observe.metrics import MetricPoint
@@ -38,6 +38,7 @@ from aenv.sandbox.tokens import Tokens
 from aenv.snapshot.manifest import SnapshotKind
 from aenv.storage.home import Home
 from aenv.storage.repository import Repository, Template
+from aenv.vmm.base import MemoryRegion
 
 log = logging.getLogger("aenv.sandbox")
 
@@ -254,7 +255,7 @@ class Manager:
     async def tree(self) -> Sequence[TreeNode]:
         templates = self._repository.templates()
         alive = [s for s in self._sandboxes.values() if s.state in ALIVE and not s.doomed]
-        regions = {s.id: await s.running.vm.memory_regions() for s in alive if s.running is not None}
+        regions = {s.id: await _regions(s.running) for s in alive if s.running is not None}
         return await asyncio.to_thread(family, templates, alive, self._machines.directory, regions)
 
     # What the data plane needs
@@ -315,6 +316,13 @@ class Manager:
         limit = self._config["sandbox.max_timeout"]
         if not low <= seconds <= limit:
             raise InvalidInputError(field, f"must be from {low} to {limit} seconds, got {seconds}")
+
+
+async def _regions(running: Running) -> Sequence[MemoryRegion]:
+    try:
+        return await running.vm.memory_regions()
+    except VmmError:
+        return ()  # it has just ended
 
 
 def _snapshot_infos(templates: Sequence[Template]) -> list[SnapshotInfo]:

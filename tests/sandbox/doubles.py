@@ -323,6 +323,7 @@ class FakeVm:
             json.dump(saved, file)
 
     async def memory_regions(self) -> list[MemoryRegion]:
+        await self._do("regions")
         return [MemoryRegion(self.pid, 0, 0, 128 << 20)]
 
     async def serial_since(self, position: int) -> tuple[bytes, int]:
@@ -364,6 +365,7 @@ class FakeVmm:
     kind = VmmKind.QEMU_TCG
     version = "7.2"
     cpu_model = "max"
+    devices = "microvm-2"
 
     def __init__(self, host: Host) -> None:
         self.host = host
