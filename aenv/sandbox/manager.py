@@ -212,14 +212,18 @@ class Manager:
 
     async def delete_template(self, name: str) -> None:
         """Templates in use are kept; a snapshot can go at any time: its sandboxes have links to what they need."""
-        template = self._repository.find(name)
+        try:
+            template = self._repository.find(name)
+        except InvalidInputError:  # it is damaged: nothing can use it
+            await asyncio.to_thread(self._repository.delete, name)
+            return
         users = [s.id for s in self._sandboxes.values() if s.template.id == template.id]
         if users and template.kind is SnapshotKind.TEMPLATE:
             raise ConflictError(f"template {name} is in use by {len(users)} sandboxes, {users[0]} among them")
         self._deleting.add(template.id)
         try:
             await self._machines.cool(template)
-            await asyncio.to_thread(self._repository.delete, template)
+            await asyncio.to_thread(self._repository.delete, template.id)
         finally:
             self._deleting.discard(template.id)
 

@@ -72,7 +72,7 @@ def test_orphans_hang_on_the_nearest_ancestor_that_is_left(tmp_path: Path) -> No
     forest.template("orphan", 12, gone)
     forest.sandbox("ia", first, 13, "gone", "first")
     forest.sandbox("ib", first, 14, "ix", "gone")
-    forest.repository.delete(gone)
+    forest.repository.delete(gone.id)
     assert shape(forest.tree()) == [("first", None), ("ia", "first"), ("orphan", None), ("ib", None)]
 
 

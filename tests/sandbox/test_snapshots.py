@@ -217,7 +217,7 @@ def test_a_snapshot_that_is_deleted_while_a_sandbox_starts_from_it(world: World)
         await manager.snapshot(source.id, name="s")
         creating = asyncio.ensure_future(manager.create(options(template="s")))
         await asyncio.sleep(0)  # it is found, and nothing of it is linked
-        world.repository.delete(world.repository.find("s"))
+        world.repository.delete("s")
         with pytest.raises(NotFoundError):
             await creating
 
