@@ -28,7 +28,7 @@ from bench.facts import figures, host_facts, ratio
 from bench.guest import Guest
 from bench.memory import available_kib, cost_of
 from bench.rival import Rival, RivalGuest
-from bench.templates import of_size, with_settings
+from bench.templates import of_size, started, with_settings
 from bench.timeline import Stages, Timeline, cpu_seconds
 
 Say = Callable[[str], None]
@@ -74,13 +74,10 @@ async def run(config: Config, n: int, say: Say) -> dict[str, Any]:
                 network__pool=MOST,
                 sandbox__fork_limit=MOST,
             )
-            node = await Node.start(settings)
-            try:
+            async with started(settings) as node:
                 template = node.repository.find(name)
                 with Timeline() as timeline:
                     rows += await _Bench(node, template, timeline, pool, say).rows(n)
-            finally:
-                await node.close()
     facts |= {
         "vmm": f"{node.vmm.kind.value} {node.vmm.version}",
         "guest_memory_mib": MEMORY_MIB,

@@ -55,7 +55,7 @@ class Cost:
         """The PSS of what is not guest memory, by what it is, the largest first."""
         parts: Counter[str] = Counter()
         for mapping in self.rest:
-            name = mapping.name.rpartition("/")[2] or f"anonymous {mapping.access}"
+            name = mapping.name.rpartition("/")[2].strip("[]") or f"anonymous {mapping.access}"
             parts[name] += mapping.values["Pss"]
         return {name: round(kib / 1024, 2) for name, kib in parts.most_common(PARTS)}
 

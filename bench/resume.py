@@ -31,6 +31,7 @@ from bench.client import Client
 from bench.facts import host_facts, row
 from bench.guest import Guest, Reachable
 from bench.rival import Rival
+from bench.templates import started
 
 PAUSE_BETWEEN = 0.6  # seconds: the pool refills while nobody is measured
 Ends = dict[str, float]
@@ -47,16 +48,16 @@ class Started(Reachable, Protocol):
 async def run(config: Config, n: int, say: Callable[[str], None]) -> dict[str, Any]:
     """`n` rounds; each starts a machine in every way, and one sandbox over HTTP."""
     facts = host_facts()
-    node = await Node.start(config)
     samples: dict[tuple[str, str, str, str], list[float]] = defaultdict(list)
 
     def note(plane: str, pool: str, source: str, ends: Ends) -> None:
         for end, milliseconds in ends.items():
             samples[plane, end, pool, source].append(milliseconds)
 
-    try:
+    async with started(config) as node:
         machines = node.machines
         template = node.repository.find("base")
+        await machines.warm(template)
         await machines.expect(template.machine)
         async with _paused(node, template) as paused, _snapshot(node) as snapshot, Rival.start(node, template) as rival:
             await rival.migrate()
@@ -73,8 +74,6 @@ async def run(config: Config, n: int, say: Callable[[str], None]) -> dict[str, A
                 await _settle(machines, template)
                 note("http", "warm", "template", await _over_http(node))
                 say(f"round {number + 1} of {n}")
-    finally:
-        await node.close()
     facts |= {
         "vmm": f"{node.vmm.kind.value} {node.vmm.version}",
         "guest_memory_mib": template.manifest.memory_mib,

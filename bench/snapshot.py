@@ -24,7 +24,7 @@ from aenv.storage.repository import Template
 from bench.facts import figures, host_facts, percentile, ratio
 from bench.guest import Guest, compiled_writer
 from bench.rival import Rival
-from bench.templates import of_size, with_settings
+from bench.templates import of_size, started, with_settings
 from bench.timeline import Phases, Timeline
 
 Say = Callable[[str], None]
@@ -48,13 +48,10 @@ async def run(config: Config, n: int, say: Say) -> dict[str, Any]:
     """`n` samples of the small sizes, fewer of the large ones; each row says how many."""
     facts = host_facts()
     async with of_size(config, MEMORY_MIB, say) as name:
-        node = await Node.start(with_settings(config, vmm__pool=1))
-        try:
+        async with started(with_settings(config, vmm__pool=1)) as node:
             with Timeline() as timeline:
                 bench = _Bench(node, node.repository.find(name), timeline, await compiled_writer(), say)
                 rows = await bench.rows(n)
-        finally:
-            await node.close()
     facts |= {
         "vmm": f"{node.vmm.kind.value} {node.vmm.version}",
         "guest_memory_mib": MEMORY_MIB,

@@ -1,4 +1,4 @@
-"""What a measurement asks of a home: templates of a size, and settings."""
+"""What a measurement asks of a home, and that it leaves nothing there."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 from aenv.config import Config
 from aenv.errors import NotFoundError
+from aenv.node import Node
 from aenv.storage.home import Home
 from aenv.storage.repository import Repository
 from aenv.template.build import Builder, Sizes
@@ -45,3 +46,25 @@ async def of_size(config: Config, memory_mib: int, say: Callable[[str], None]) -
 def with_settings(config: Config, **settings: Any) -> Config:
     """The same configuration with other values; `__` stands for the dot in a setting's name."""
     return Config(config._values | {name.replace("__", "."): value for name, value in settings.items()})
+
+
+@asynccontextmanager
+async def started(config: Config) -> AsyncIterator[Node]:
+    """A node in this process; the sandboxes and snapshots that were made meanwhile are gone at the end."""
+    node = await Node.start(config)
+    try:
+        before = await _made(node)
+        try:
+            yield node
+        finally:
+            sandboxes, snapshots = (now - old for now, old in zip(await _made(node), before, strict=True))
+            await asyncio.gather(*(node.manager.kill(sandbox) for sandbox in sandboxes))
+            for snapshot in snapshots:
+                await node.manager.delete_template(snapshot)
+    finally:
+        await node.close()
+
+
+async def _made(node: Node) -> tuple[set[str], set[str]]:
+    sandboxes, snapshots = await node.manager.sandboxes(), await node.manager.snapshots()
+    return {sandbox.id for sandbox in sandboxes}, {snapshot.id for snapshot in snapshots}

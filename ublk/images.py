@@ -202,7 +202,7 @@ class Images:
         remote = [layer for layer in layers if isinstance(layer, RemoteLayer)]
         recording = TraceRecording(remote, record) if record and remote else None
         if trace is not None:
-            prefetch(trace, remote)
+            prefetch(trace, remote, direct=state.cached)
         opened = await self._open_remote(layers)
         top = [Path(path) for path in (state.data, state.index) if path is not None]
         async with self._stack_lock:
@@ -420,7 +420,7 @@ class Images:
             "size": image.size,
             "read_only": image.read_only,
             "cached": state.cached,
-            "layers": state.layers,
+            "layers": [layer if isinstance(layer, str) else layer.brief() for layer in state.layers],
             "data": image.data_path,
             "index": image.index_path,
             "opens": opens,

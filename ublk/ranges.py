@@ -89,6 +89,12 @@ class RemoteSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     digest: str
     chunks: ChunkList | None = None
 
+    def brief(self) -> RemoteSpec:
+        """For lists of what is open, which must fit in a frame: without the digests."""
+        if self.chunks is None or self.chunks.digests is None:
+            return self
+        return msgspec.structs.replace(self, chunks=ChunkList(self.chunks.size))
+
 
 def check_deadline(deadline: float) -> float:
     """Seconds left. Raises RangeError if there are none."""

@@ -241,7 +241,7 @@ class HttpRanges:
 
     def _ask_for_token(self, given: dict[str, str], credentials: dict[str, str], deadline: float) -> tuple[str, float]:
         if "token" in credentials:
-            return f"Bearer {credentials['token']}", REDIRECT_SECONDS
+            return _bearer(credentials["token"], "credentials"), REDIRECT_SECONDS
         realm = given.get("realm", "")
         if urlsplit(realm).scheme not in ("http", "https"):
             raise RangeError(f"{self._url}: a token from {realm!r}", permanent=True)
@@ -276,6 +276,13 @@ def _token_of(realm: str, body: bytes) -> tuple[str, float]:
         seconds = float(answer.get("expires_in", TOKEN_SECONDS))
     except (ValueError, AttributeError, TypeError) as error:
         raise RangeError(f"{realm}: the answer is no token") from error
-    if not isinstance(token, str) or not token.isascii() or not token.isprintable():
+    if not isinstance(token, str):
         raise RangeError(f"{realm}: the answer is no token")
-    return f"Bearer {token}", max(seconds - TOKEN_MARGIN, 1)
+    return _bearer(token, realm), max(seconds - TOKEN_MARGIN, 1)
+
+
+def _bearer(token: str, where: str) -> str:
+    """It must fit in a header, and stay out of messages."""
+    if not token or not token.isascii() or not token.isprintable():
+        raise RangeError(f"{where}: the token cannot be sent", permanent=True)
+    return f"Bearer {token}"

@@ -90,13 +90,14 @@ def origin_name(spec: RemoteSpec) -> str:
 
 
 class RemoteLayer:
-    """One layer, held by each image that reads it."""
+    """One layer, held by each image that reads it. Without it nothing of the layer is fetched."""
 
-    def __init__(self, spec: RemoteSpec, source: RangeSource, digests: bytes | None, remote: Remote) -> None:
+    remote: Remote  # set when its source can be found: a fetch may begin at once
+
+    def __init__(self, spec: RemoteSpec, source: RangeSource, digests: bytes | None) -> None:
         self.spec = spec
         self.source = source
         self.digests = digests
-        self.remote = remote
 
     def check(self, number: int, chunk: memoryview) -> None:
         """Raises RangeError if this is not what the list says."""
@@ -133,19 +134,19 @@ class RemoteLayers:
             raise InvalidInputError("layers.size", f"{spec.size} bytes")
         digests = chunk_digests(spec)
         source = self._source(spec)
+        layer = RemoteLayer(spec, source, digests)
         with self._lock:
             if self._closing.is_set():
                 raise UnavailableError("the server ends")
             origin = self._origins.get(origin_name(spec))
             if origin is None:
                 origin = self._origins[origin_name(spec)] = _Fetchers(self, origin_name(spec), self._options)
-            try:
-                remote = Remote(origin.origin, name, spec.size, spec.chunks.size if spec.chunks else 0)
-            except InvalidInputError as error:
-                raise InvalidInputError(f"layers.{error.field}", error.message.partition(": ")[2]) from error
-            layer = RemoteLayer(spec, source, digests, remote)
             known = [ref for ref in self._layers.get(name, []) if ref() is not None]
             self._layers[name] = [*known, weakref.ref(layer)]
+        try:
+            layer.remote = Remote(origin.origin, name, spec.size, spec.chunks.size if spec.chunks else 0)
+        except InvalidInputError as error:
+            raise InvalidInputError(f"layers.{error.field}", error.message.partition(": ")[2]) from error
         return layer
 
     def open(self, layers: Sequence[RemoteLayer]) -> list[Layer]:
@@ -221,7 +222,8 @@ class _Fetchers:
         self._lock = threading.Lock()
         self._running: set[threading.Thread] = set()
         self._complained = 0.0
-        self._start()
+        with self._lock:
+            self._start()
 
     def close(self, deadline: float) -> None:
         self.origin.close()
@@ -231,37 +233,46 @@ class _Fetchers:
             thread.join(max(0.0, deadline - time.monotonic()))
 
     def _start(self) -> None:
+        """Under the lock."""
         thread = threading.Thread(target=self._run, name=f"fetch {self._name}", daemon=True)
+        thread.start()
         self.threads += 1
         self._idle += 1
         self._running.add(thread)
-        thread.start()
 
     def _run(self) -> None:
-        try:
-            while not self.origin.closed:
-                fetch = self.origin.take(IDLE_SECONDS)
-                if fetch is None:
-                    with self._lock:
-                        if self._idle > 1:
-                            return
-                    continue
+        while (fetch := self._next()) is not None:
+            try:
+                self._bring(fetch)
+            except Exception:
+                log.exception("fetching from %s", self._name)
+            finally:
+                fetch.end(errno.EIO)  # if anything is left
+                del fetch  # its buffer
                 with self._lock:
+                    self._idle += 1
+
+    def _next(self) -> Fetch | None:
+        """None: this thread is not needed any longer. One waits always: who asks next would wait for nobody else."""
+        while True:
+            fetch = self.origin.take(IDLE_SECONDS)
+            with self._lock:
+                if fetch is not None:
                     self._idle -= 1
                     if not self._idle and self.threads < self._options.fetchers:
-                        self._start()
-                try:
-                    self._bring(fetch)
-                finally:
-                    fetch.end(errno.EIO)  # if anything is left
-                    del fetch  # its buffer
-                    with self._lock:
-                        self._idle += 1
-        finally:
-            with self._lock:
-                self.threads -= 1
-                self._idle -= 1
-                self._running.discard(threading.current_thread())
+                        self._start_another()
+                    return fetch
+                if self._idle > 1 or self.origin.closed:
+                    self._idle -= 1
+                    self.threads -= 1
+                    self._running.discard(threading.current_thread())
+                    return None
+
+    def _start_another(self) -> None:
+        try:
+            self._start()
+        except RuntimeError as error:  # it is only slower without
+            log.warning("no more threads for %s: %s", self._name, error)
 
     def _bring(self, fetch: Fetch) -> None:
         layer = self._layers.find(fetch.name)
@@ -279,9 +290,6 @@ class _Fetchers:
             except (RangeError, OSError) as error:
                 if not self._again(error, attempt, deadline, layer):
                     return
-            except Exception:
-                log.exception("fetching from %s", self._name)
-                return
             else:
                 return
 
@@ -315,10 +323,10 @@ def _deliver(layer: RemoteLayer, fetch: Fetch, view: memoryview, filled: int) ->
         fetch.deliver()
 
 
-def prefetch(trace: Trace, layers: Sequence[RemoteLayer]) -> int:
+def prefetch(trace: Trace, layers: Sequence[RemoteLayer], *, direct: bool = False) -> int:
     """Queue what the trace says, in its order. Gives the number of chunks that were missing."""
     known = [(layer.spec.digest, layer.remote.chunk_size) for layer in layers]
-    return sum(layers[at].remote.prefetch(chunks) for at, chunks in runs(trace, known))
+    return sum(layers[at].remote.prefetch(chunks, direct=direct) for at, chunks in runs(trace, known))
 
 
 class TraceRecording:

@@ -91,6 +91,20 @@ static int lock_directory(struct cache *cache, struct fault *fault)
     return 0;
 }
 
+/* Where holes cannot be punched, an eviction would free nothing. */
+static int probe_directory(struct cache *cache, struct fault *fault)
+{
+    static const char NAME[] = ".probe";
+    int fd = openat(cache->lock_fd, NAME, O_RDWR | O_CREAT | O_CLOEXEC, 0600), rc = fd < 0 ? errno : 0;
+    if (!rc && fallocate(fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, 0, CACHE_CHUNK_LEAST))
+        rc = errno;
+    if (fd >= 0)
+        close(fd);
+    unlinkat(cache->lock_fd, NAME, 0);
+    return rc ? fault_set(fault, rc, "directory", "cannot make files with holes in %s: %s", cache->directory, strerror(rc))
+              : 0;
+}
+
 /* Files that are not whole are removed: they are only copies. */
 static int load_directory(struct cache *cache, struct fault *fault)
 {
@@ -138,7 +152,8 @@ int cache_open(const char *directory, const struct cache_options *options, struc
     cache->low = cache->high - slack;
     pthread_mutex_init(&cache->evicting, NULL);
     pthread_mutex_init(&cache->lock, NULL);
-    if ((rc = lock_directory(cache, fault)) || (rc = load_directory(cache, fault))) {
+    if ((rc = lock_directory(cache, fault)) || (rc = probe_directory(cache, fault)) ||
+        (rc = load_directory(cache, fault))) {
         cache_unref(cache);
         return rc;
     }
@@ -177,6 +192,8 @@ static int read_local(struct remote *remote, uint64_t number, unsigned word, cha
     unsigned now = atomic_load(&chunk->word);
     if ((now ^ word) & ~WORD_MARK)
         return 1;
+    if (rc == -ENOMEM)
+        return rc;
     if (rc) { /* the local disk fails: the origin has the chunk still */
         pthread_mutex_lock(&remote->cache->evicting);
         if (remote_drop(remote, number, now))
@@ -295,7 +312,12 @@ static int renew(struct cache *cache, const char *name, uint64_t size, uint32_t 
     }
     if (old)
         return 0;
-    int rc = remote_create(cache, name, size, chunk_size ? chunk_size : cache->options.chunk_size, &old);
+    chunk_size = chunk_size ? chunk_size : cache->options.chunk_size;
+    int rc = remote_create(cache, name, size, chunk_size, &old);
+    if (rc == -ENOSPC) {
+        cache_shrink(cache);
+        rc = remote_create(cache, name, size, chunk_size, &old);
+    }
     if (rc)
         return fault_set(fault, -rc, "cache", "cannot make the files of a layer: %s", strerror(-rc));
     pthread_mutex_lock(&cache->lock);
@@ -387,13 +409,11 @@ void remote_get_stats(const struct remote *remote, struct cache_stats *stats)
 void cache_get_stats(struct cache *cache, struct cache_stats *stats)
 {
     uint64_t layers = 0, hits = 0, misses = 0, joined = 0;
-    pthread_mutex_lock(&cache->evicting);
+    pthread_mutex_lock(&cache->lock);
     for (struct remote *remote = cache->remotes; remote; remote = remote->next, layers++) {
         remote_get_stats(remote, stats);
         hits += stats->hits, misses += stats->misses, joined += stats->joined;
     }
-    pthread_mutex_unlock(&cache->evicting);
-    pthread_mutex_lock(&cache->lock);
     *stats = (struct cache_stats){
         .hits = hits, .misses = misses, .joined = joined,
         .fetches = atomic_load(&cache->fetches), .fetched_chunks = atomic_load(&cache->fetched_chunks),

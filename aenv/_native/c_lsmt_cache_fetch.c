@@ -63,7 +63,7 @@ static struct want_list *list_of(const struct want *want) { return &want->remote
 static struct want **bucket_of(const struct remote *remote, uint64_t number)
 {
     uint64_t hash = ((uintptr_t)remote >> 6 ^ number) * 0x9E3779B97F4A7C15ull;
-    return &remote->cache->bucket[hash >> 54 & (WANT_BUCKETS - 1)];
+    return &remote->cache->bucket[hash >> 50 & (WANT_BUCKETS - 1)];
 }
 
 static struct want *want_find(const struct remote *remote, uint64_t number)
@@ -244,7 +244,7 @@ int want_ask(struct remote *remote, uint64_t number, uint64_t last, bool direct)
     pthread_mutex_lock(lock);
     struct want *want = demand(remote, number, last, &rc);
     if (want) {
-        want->direct |= direct;
+        remote->direct = direct;
         rc = -EAGAIN;
         want_unref(want);
     } else if (!rc) {
@@ -265,7 +265,7 @@ int want_read(struct remote *remote, uint64_t number, uint64_t last, char *buffe
         pthread_mutex_unlock(lock);
         return rc ? rc : 1;
     }
-    want->direct |= direct;
+    remote->direct = direct;
     rc = wait_until_done(want);
     pthread_mutex_unlock(lock);
     if (!rc) {
@@ -280,13 +280,16 @@ int want_read(struct remote *remote, uint64_t number, uint64_t last, char *buffe
     return rc;
 }
 
-size_t remote_prefetch(struct remote *remote, const uint64_t *chunks, size_t count, bool urgent)
+size_t remote_prefetch(struct remote *remote, const uint64_t *chunks, size_t count, bool urgent, bool direct)
 {
+    struct cache *cache = remote->cache;
+    uint64_t most = cache->options.limit >> remote->shift;
     size_t queued = 0;
-    pthread_mutex_lock(&remote->cache->lock);
-    for (size_t i = 0; i < count && remote->origin && !remote->origin->closed; i++)
+    pthread_mutex_lock(&cache->lock);
+    remote->direct = direct;
+    for (size_t i = 0; i < count && remote->origin && !remote->origin->closed && cache->queued < most; i++)
         queued += queue_later(remote, chunks[i], urgent ? WANT_AHEAD : WANT_PREFETCH, false);
-    pthread_mutex_unlock(&remote->cache->lock);
+    pthread_mutex_unlock(&cache->lock);
     return queued;
 }
 
@@ -478,20 +481,20 @@ void fetch_deliver(struct fetch *fetch)
     struct cache *cache = remote->cache;
     uint64_t number = fetch->first + fetch->delivered;
     size_t length = chunk_length(remote, number);
-    pthread_mutex_lock(&cache->lock);
-    struct want *want = want_find(remote, number);
-    bool mark = want->mark, direct = want->direct;
-    want->state = WANT_DONE; /* readers go on from the buffer, those who come now, too */
-    pthread_cond_broadcast(&want->done);
-    cache->in_flight--;
-    fetch->origin->progress = monotonic_ns();
-    pthread_mutex_unlock(&cache->lock);
     add(&remote->fetched_chunks, 1);
     add(&remote->fetched_bytes, length);
     add(&cache->fetched_chunks, 1);
     add(&cache->fetched_bytes, length);
     if (fetch->prefetch)
         add(&cache->prefetched, 1);
+    pthread_mutex_lock(&cache->lock);
+    struct want *want = want_find(remote, number);
+    bool mark = want->mark, direct = remote->direct;
+    want->state = WANT_DONE; /* readers go on from the buffer, those who come now, too */
+    pthread_cond_broadcast(&want->done);
+    cache->in_flight--;
+    fetch->origin->progress = monotonic_ns();
+    pthread_mutex_unlock(&cache->lock);
     remote_store(remote, number, fetch->buffer + ((size_t)fetch->delivered << remote->shift), mark, direct);
     fetch->delivered++;
     pthread_mutex_lock(&cache->lock);

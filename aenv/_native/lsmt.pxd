@@ -173,7 +173,7 @@ cdef extern from "lsmt_cache.h" nogil:
     const char *remote_name(const remote *)
     uint32_t remote_chunk_size(const remote *)
     void remote_get_stats(const remote *, cache_stats *)
-    size_t remote_prefetch(remote *, const uint64_t *chunks, size_t count, bint urgent)
+    size_t remote_prefetch(remote *, const uint64_t *chunks, size_t count, bint urgent, bint direct)
 
     struct fetch:
         remote *remote

@@ -54,8 +54,9 @@ struct remote *remote_of(struct source *attached);
 const char *remote_name(const struct remote *remote);
 uint32_t remote_chunk_size(const struct remote *remote);
 void remote_get_stats(const struct remote *remote, struct cache_stats *stats); /* hits, misses, joined, fetched, failed */
-/* Queue chunks for prefetch, in order; those that are there or on the way are left out. Gives how many were queued. */
-size_t remote_prefetch(struct remote *remote, const uint64_t *chunks, size_t count, bool urgent);
+/* Queue chunks for prefetch, in order; those that are there or on the way are left out, and what the cache cannot hold.
+ * `direct`: as in source.read. Gives how many were queued. */
+size_t remote_prefetch(struct remote *remote, const uint64_t *chunks, size_t count, bool urgent, bool direct);
 
 /* One fetch: neighbouring chunks of a layer. */
 struct fetch {

@@ -244,14 +244,15 @@ cdef class Remote:
         check_io(rc, "read")
         return data
 
-    def prefetch(self, chunks, *, bint urgent=False):
-        """Queue chunks, in this order; gives how many were not there yet. `urgent`: at once, not at prefetch speed."""
+    def prefetch(self, chunks, *, bint urgent=False, bint direct=False):
+        """Queue chunks, in this order; gives how many were not there yet. `urgent`: at once, not at prefetch speed.
+        `direct`: their readers do not want them in the page cache."""
         cdef uint64_t[::1] numbers = array("Q", chunks)
         cdef size_t count = numbers.shape[0], queued
         if not count:
             return 0
         with nogil:
-            queued = remote_prefetch(self._remote, &numbers[0], count, urgent)
+            queued = remote_prefetch(self._remote, &numbers[0], count, urgent, direct)
         return queued
 
 

@@ -44,6 +44,7 @@ struct remote {
     int data_fd, map_fd;
     struct source *file; /* reads the data file */
     atomic_uint traces;
+    bool direct; /* its last reader keeps the bytes elsewhere: they leave the page cache */
     struct stream stream[STREAMS];
     unsigned stream_hand;
     struct counter hits[COUNTERS];
@@ -64,11 +65,11 @@ struct want {
     enum want_class class;
     enum want_state state;
     int error;
-    bool mark, direct;
+    bool mark;
     pthread_cond_t done;
 };
 
-#define WANT_BUCKETS 1024u
+#define WANT_BUCKETS 16384u
 
 struct cache {
     atomic_uint refs;
@@ -80,7 +81,7 @@ struct cache {
     atomic_ulong used;
     atomic_uint tick; /* chunks stored so far */
     pthread_mutex_t evicting, lock;
-    struct remote *remotes; /* changed under both locks */
+    struct remote *remotes; /* changed under both locks, so each of them is enough to read it */
     struct trace *traces;
     struct want *bucket[WANT_BUCKETS];
     uint64_t waiting, queued, in_flight;

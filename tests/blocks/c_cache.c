@@ -131,7 +131,7 @@ static void *reader(void *opaque)
         }
         uint64_t chunks[3] = {0, 1, SIZES[layer] / CHUNK};
         if (i % 8 == 0)
-            remote_prefetch(remote_of(source), chunks, 3, i & 8);
+            remote_prefetch(remote_of(source), chunks, 3, i & 8, i & 16);
         source->close(source);
     }
     free(buffer);

@@ -27,7 +27,7 @@ from aenv._native.lsmt import (
     Writer,
     create_writable,
 )
-from aenv.errors import ConflictError, InvalidInputError, UnavailableError
+from aenv.errors import ConflictError, InvalidInputError, NotFoundError, UnavailableError
 from tests.blocks.test_sanitizers import build, run
 
 CHUNK = 64 << 10
@@ -208,6 +208,7 @@ def test_chunks_before_the_failing_one_are_kept(tmp_path: Path) -> None:
             assert (fetch.first, fetch.length) == (0, 2 * CHUNK)
             memoryview(fetch)[:CHUNK] = BLOB[:CHUNK]
             fetch.deliver()
+            until(lambda: stats(remote).joined == 1)  # the reader has come to the second one
             fetch.end(5)
             with pytest.raises(ConflictError):
                 fetch.deliver()
@@ -381,6 +382,37 @@ def test_full_disk_is_no_error(tmp_path: Path) -> None:
         read_twice(folder)
     finally:
         subprocess.run(["umount", folder], check=True)
+
+
+@pytest.mark.root
+def test_layer_that_is_new_on_a_full_disk(tmp_path: Path) -> None:
+    folder = tmp_path / "small"
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=512k", "none", folder], check=True)
+    try:
+        open_on_full_disk(folder)
+    finally:
+        subprocess.run(["umount", folder], check=True)
+
+
+def open_on_full_disk(folder: Path) -> None:
+    with opened(folder, fetch_bytes=CHUNK, blob=BLOB[: 4 * CHUNK]) as (remote, source):
+        remote.read(0, 4 * CHUNK)
+        until(lambda: stats(remote).stored_chunks == 4)
+        other = folder / "other"
+        with contextlib.suppress(OSError), other.open("wb", buffering=0) as file:
+            for _page in range(1000):
+                file.write(bytes(4096))
+        second = Remote(source.origin, "sha256-y", CHUNK)  # chunks give way
+        assert second.read(0, CHUNK) == BLOB[:CHUNK]
+        assert stats(remote).evicted_chunks > 0
+
+
+def test_directory_that_cannot_be_used(tmp_path: Path) -> None:
+    with pytest.raises(NotFoundError):
+        ChunkCache(tmp_path / "nothing", 1 << 20)
+    with pytest.raises((NotFoundError, UnavailableError)):  # no file can be made there
+        ChunkCache("/proc/self", 1 << 20)
 
 
 def read_twice(folder: Path) -> None:

@@ -297,6 +297,36 @@ def test_fetchers_are_bounded_and_end(tmp_path: Path) -> None:
             thread.join()
 
 
+def test_idle_fetchers_end_but_for_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ublk.remote.IDLE_SECONDS", 0.02)
+    (tmp_path / "blob").write_bytes(BLOB)
+    with layers(tmp_path) as made:
+        layer = made.attach(spec(FileSpec(str(tmp_path / "blob"))))
+        for round_ in range(3):
+            threads = [
+                threading.Thread(target=layer.remote.read, args=((number * 3 + round_) * CHUNK, 1))
+                for number in range(4)
+            ]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            while made.stats["fetchers"] > 1:
+                time.sleep(0.01)
+            time.sleep(0.1)  # in which the last one must not end, too
+            assert made.stats["fetchers"] == 1
+
+
+def test_token_that_cannot_be_sent_is_not_told(tmp_path: Path) -> None:
+    file = tmp_path / "credentials"
+    with range_server.serve(BLOB, token="t") as (url, _):
+        for token in ("", "se\ncret", "secr\u00e9t"):
+            file.write_text(json.dumps({"token": token}))
+            with pytest.raises(RangeError) as caught:
+                read_range(HttpRanges(HttpSpec(url, credentials=str(file)), len(BLOB), HttpShared(4)))
+            assert "cret" not in str(caught.value)
+
+
 def test_file_that_changed_its_size_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "blob"
     path.write_bytes(BLOB)

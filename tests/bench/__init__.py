@@ -1,0 +1,1 @@
+"""Tests of the benches: what they print can be relied on."""
