@@ -40,7 +40,7 @@ async def of_size(config: Config, memory_mib: int, say: Callable[[str], None]) -
     try:
         yield template.names[0]
     finally:
-        await asyncio.to_thread(repository.delete, template)
+        await asyncio.to_thread(repository.delete, template.id)
 
 
 def with_settings(config: Config, **settings: Any) -> Config:

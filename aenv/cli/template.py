@@ -50,6 +50,11 @@ def build(ctx: click.Context, name: str, vcpus: int, memory: int, disk: int, for
         found: Template | None = repository.find(name)
     except NotFoundError:
         found = None
+    except InvalidInputError as error:
+        if not force:
+            reason = f"template {name} is of no use here: {error}"
+            raise UnavailableError(reason, hint="build it anew with --force") from error
+        found = None
     if found is None or force:
         found = _build(config, home, repository, name, Sizes(vcpus, memory, disk))
         say(f"template {name} is {found.id}")

@@ -238,6 +238,7 @@ class Lifecycle:
                 log.exception("resume of sandbox %s failed", sandbox.id)
             raise
         self.machines.tidy(sandbox.record, sandbox.running, sandbox.former)
+        self.chains.look_at(sandbox)
         took = (asyncio.get_running_loop().time() - began) * 1000
         self.event(sandbox, Event.RESUMED, f"in {took:.0f} ms")
 
@@ -388,7 +389,8 @@ class Lifecycle:
         except (AenvError, OSError) as error:
             log.warning("the pause of sandbox %s is not on the disk yet: %s", sandbox.id, error)
             durable = False
-        if sandbox.doomed or sandbox.state is not SandboxState.PAUSED:
+        # A resume that waits for this has moved the record already; it has made no machine yet.
+        if sandbox.doomed or sandbox.state not in (SandboxState.PAUSED, SandboxState.RESUMING):
             return
         self.machines.tidy(record, sandbox.former)
         if durable:

@@ -401,7 +401,8 @@ class Machines:
     async def settle(self, checkpoint: Checkpoint) -> None:
         """Make all files of a checkpoint durable."""
         if checkpoint.state_file is not None:
-            await sync_capture(checkpoint.state_file, checkpoint.memory_layers[-1])
+            for layer in checkpoint.memory_layers:  # a fork does not wait for its own: any of them may not be there yet
+                await sync_capture(checkpoint.state_file, layer)
         await self._disks.seal(checkpoint.directory, checkpoint.disk)
 
     async def seal(self, folder: Path, layers: Sequence[str]) -> None:

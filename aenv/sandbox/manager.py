@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 
 from aenv.config import Config
-from aenv.errors import ConflictError, InvalidInputError, LimitError, NotFoundError, UnavailableError
+from aenv.errors import ConflictError, InvalidInputError, LimitError, NotFoundError, UnavailableError, VmmError
 from aenv.observe.events import Event
 from aenv.observe.logs import LogEntry, LogQuery
 from aenv.observe.metrics import MetricPoint
@@ -38,6 +38,7 @@ from aenv.sandbox.tokens import Tokens
 from aenv.snapshot.manifest import SnapshotKind
 from aenv.storage.home import Home
 from aenv.storage.repository import Repository, Template
+from aenv.vmm.base import MemoryRegion
 
 log = logging.getLogger("aenv.sandbox")
 
@@ -211,14 +212,18 @@ class Manager:
 
     async def delete_template(self, name: str) -> None:
         """Templates in use are kept; a snapshot can go at any time: its sandboxes have links to what they need."""
-        template = self._repository.find(name)
+        try:
+            template = self._repository.find(name)
+        except InvalidInputError:  # it is damaged: nothing can use it
+            await asyncio.to_thread(self._repository.delete, name)
+            return
         users = [s.id for s in self._sandboxes.values() if s.template.id == template.id]
         if users and template.kind is SnapshotKind.TEMPLATE:
             raise ConflictError(f"template {name} is in use by {len(users)} sandboxes, {users[0]} among them")
         self._deleting.add(template.id)
         try:
             await self._machines.cool(template)
-            await asyncio.to_thread(self._repository.delete, template)
+            await asyncio.to_thread(self._repository.delete, template.id)
         finally:
             self._deleting.discard(template.id)
 
@@ -254,7 +259,7 @@ class Manager:
     async def tree(self) -> Sequence[TreeNode]:
         templates = self._repository.templates()
         alive = [s for s in self._sandboxes.values() if s.state in ALIVE and not s.doomed]
-        regions = {s.id: await s.running.vm.memory_regions() for s in alive if s.running is not None}
+        regions = {s.id: await _regions(s.running) for s in alive if s.running is not None}
         return await asyncio.to_thread(family, templates, alive, self._machines.directory, regions)
 
     # What the data plane needs
@@ -315,6 +320,13 @@ class Manager:
         limit = self._config["sandbox.max_timeout"]
         if not low <= seconds <= limit:
             raise InvalidInputError(field, f"must be from {low} to {limit} seconds, got {seconds}")
+
+
+async def _regions(running: Running) -> Sequence[MemoryRegion]:
+    try:
+        return await running.vm.memory_regions()
+    except VmmError:
+        return ()  # it has just ended
 
 
 def _snapshot_infos(templates: Sequence[Template]) -> list[SnapshotInfo]:

@@ -75,6 +75,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     vmm_kind: VmmKind
     vmm_version: str
     cpu_model: str
+    devices: str
     vcpus: int
     memory_mib: int
     kernel: BootFile
@@ -144,6 +145,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             ("VMM", self.vmm_kind.value, vmm.kind.value),
             ("VMM version", self.vmm_version, vmm.version),
             ("CPU model", self.cpu_model, vmm.cpu_model),
+            ("set of devices", self.devices, vmm.devices),
         ):
             if needed != present:
                 raise UnavailableError(

@@ -104,11 +104,14 @@ class Repository:
 
     def find(self, text: str) -> Template:
         """By id, `name` or `name:tag`. Raises NotFoundError, InvalidInputError for what can be neither."""
-        name = split_name(text)
         names = self._names()
+        return self._template(self._identify(text, names), names)
+
+    def _identify(self, text: str, names: dict[str, str]) -> str:
+        name = split_name(text)
         identity = names.get(name, name)
         if _ID.fullmatch(identity) and (self._directory / identity).is_dir():
-            return self._template(identity, names)
+            return identity
         raise NotFoundError(f"template {text!r} does not exist", hint="aenv template ls shows what there is")
 
     def templates(self) -> list[Template]:
@@ -149,15 +152,14 @@ class Repository:
             table.update(dict.fromkeys(stored, manifest.id))
         return self.find(manifest.id)
 
-    def delete(self, template: Template) -> None:
-        """Forget its names, then remove its files. Raises NotFoundError when it is gone already."""
-        self._manifests.pop(template.id, None)
+    def delete(self, text: str) -> None:
+        """Forget its names, then remove its files, whether it is whole or not. Raises what `find` does."""
         with self._changing_names() as table:
-            if not template.directory.is_dir():
-                raise NotFoundError(f"template {template.id} does not exist")
-            for name in [n for n, identity in table.items() if identity == template.id]:
+            doomed_id = self._identify(text, table)
+            self._manifests.pop(doomed_id, None)
+            for name in [n for n, identity in table.items() if identity == doomed_id]:
                 del table[name]
-            template.directory.rename(self._directory / f".deleted-{template.id}")  # a half removed one is not found
+            (self._directory / doomed_id).rename(self._directory / f".deleted-{doomed_id}")  # half removed: not found
         for doomed in self._directory.glob(".deleted-*"):  # those of a killed process too
             shutil.rmtree(doomed, ignore_errors=True)
 

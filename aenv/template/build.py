@@ -96,6 +96,7 @@ class Builder:
                 vmm_kind=self._vmm.kind,
                 vmm_version=self._vmm.version,
                 cpu_model=self._vmm.cpu_model,
+                devices=self._vmm.devices,
                 vcpus=sizes.vcpus,
                 memory_mib=sizes.memory_mib,
                 kernel=BootFile.of(machine.kernel),

@@ -213,6 +213,11 @@ class Vmm(ABC):
 
     @property
     @abstractmethod
+    def devices(self) -> str:
+        """Names the set of devices that machines have, in this version of the program. A snapshot needs the same."""
+
+    @property
+    @abstractmethod
     def cpu_model(self) -> str:
         """The guest's CPU in the VMM's words. Like kind and version, a snapshot needs the same."""
 

@@ -115,6 +115,10 @@ class QemuVmm(Vmm):
         return cls(kind, version=version, binary=binary)
 
     @property
+    def devices(self) -> str:
+        return qemu_command.DEVICES
+
+    @property
     def cpu_model(self) -> str:
         """What `-cpu` gets; a snapshot needs the same."""
         return "max" if self.kind is VmmKind.QEMU_TCG else "host"

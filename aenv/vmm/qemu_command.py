@@ -17,6 +17,8 @@ from aenv.vmm.base import Disk, Machine, Nic, VmmKind
 DISK_NODE = "disk"  # the node the disk device looks at; what is below it is exchanged by attach_disk
 IMAGE_NODE = "i"  # what attach_disk puts there
 DISK_SET = 1  # of descriptors: the disk's
+# To be raised with every change of what a guest can see of its machine.
+DEVICES = "microvm-2"
 # A guest may write to its console without end: QEMU keeps the last bytes and drops the rest.
 SERIAL_RING = 64 << 10
 TRANSLATION_CACHE_MIB = 256  # a bound on what emulated code costs per machine; QEMU's own is 1 GiB
@@ -44,7 +46,8 @@ def machine_arguments(machine: Machine, kind: VmmKind, cpu_model: str, monitor: 
 
 
 def nic_arguments(nic: Nic, fd: int) -> list[str]:
-    return ["-netdev", f"tap,id=net,fd={fd},vhost=off", "-device", f"virtio-net-device,netdev=net,mac={nic.mac},guest_announce=off"]
+    device = f"virtio-net-device,netdev=net,mac={nic.mac},guest_announce=off"  # nobody else knows the address
+    return ["-netdev", f"tap,id=net,fd={fd},vhost=off", "-device", device]
 
 
 def boot_arguments(machine: Machine, kernel: int, initrd: int) -> list[str]:

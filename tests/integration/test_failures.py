@@ -159,6 +159,7 @@ def test_a_damaged_snapshot_is_refused(daemon: Daemon, how: str) -> None:
         ("vmm_version", "6.9.1", "VMM version is 6.9.1, this node has "),
         ("vmm_kind", "firecracker", "VMM is firecracker, this node has qemu-"),
         ("cpu_model", "core2duo", "CPU model is core2duo, this node has "),
+        ("devices", "microvm-1", "set of devices is microvm-1, this node has "),
     ],
 )
 def test_a_snapshot_of_another_vmm_is_refused_by_name(daemon: Daemon, field: str, value: str, what: str) -> None:

@@ -14,10 +14,9 @@ from aenv.sandbox.live import Sandbox
 from aenv.sandbox.manager import Manager
 from aenv.sandbox.service import NodeKind, SandboxState, TreeNode
 from aenv.sandbox.store import Record
-from aenv.snapshot.checkpoint import own_bytes
 from aenv.storage.repository import Repository, Template
 from tests.sandbox import doubles
-from tests.sandbox.world import BASE, World, options, read, run, settled, write
+from tests.sandbox.world import BASE, World, options, read, run, settled, vm_of, write
 from tests.storage.templates import committed, snapshot_of
 
 
@@ -48,7 +47,7 @@ class Forest:
         self.sandboxes.append(Sandbox(record, template))
 
     def tree(self) -> list[TreeNode]:
-        return family(self.repository.templates(), self.sandboxes, lambda identity: self.folder / identity)
+        return family(self.repository.templates(), self.sandboxes, lambda identity: self.folder / identity, {})
 
 
 def test_parents_come_before_children_and_siblings_by_age(tmp_path: Path) -> None:
@@ -73,11 +72,11 @@ def test_orphans_hang_on_the_nearest_ancestor_that_is_left(tmp_path: Path) -> No
     forest.template("orphan", 12, gone)
     forest.sandbox("ia", first, 13, "gone", "first")
     forest.sandbox("ib", first, 14, "ix", "gone")
-    forest.repository.delete(gone)
+    forest.repository.delete(gone.id)
     assert shape(forest.tree()) == [("first", None), ("ia", "first"), ("orphan", None), ("ib", None)]
 
 
-def test_what_each_costs_alone(tmp_path: Path) -> None:
+def test_a_layer_is_counted_for_the_first_that_has_it(tmp_path: Path) -> None:
     forest = Forest(tmp_path)
     first = forest.template("first", 10)
     forest.sandbox("ia", first, 11, "first")
@@ -87,11 +86,15 @@ def test_what_each_costs_alone(tmp_path: Path) -> None:
     (first.directory / first.manifest.memory[0]).write_bytes(b"x" * 10_000)
     template, a, b = forest.tree()
     assert (template.kind, template.state) == (NodeKind.TEMPLATE, None)
-    assert template.memory_bytes == own_bytes(first.directory, first.manifest.memory) >= 10_000
-    assert (a.disk_bytes, b.disk_bytes) == (0, 0)  # both have it
-    (tmp_path / "ib/d.lsmt").unlink()  # while somebody looks: it is gone, and the tree is there
-    _, a, b = forest.tree()
+    assert template.memory_bytes >= 10_000
+    assert template.disk_bytes > 0
     assert a.disk_bytes >= 5000
+    assert b.disk_bytes == 0
+    (tmp_path / "ia/d.lsmt").unlink()  # while somebody looks: it is gone, and the tree is there
+    _, a, b = forest.tree()
+    assert (a.disk_bytes, b.disk_bytes >= 5000) == (0, True)
+    (tmp_path / "ib/d.lsmt").unlink()
+    _, a, b = forest.tree()
     assert (b.disk_bytes, b.resident_bytes, b.state) == (0, None, SandboxState.PAUSED)
 
 
@@ -117,6 +120,21 @@ def test_the_tree_of_a_node(world: World) -> None:
             world.template.id: None, source.id: world.template.id,
             forked.id: world.template.id,  # type: ignore[union-attr]
         }  # fmt: skip
+
+    run(world, scenario)
+
+
+def test_a_machine_that_has_just_died_does_not_hide_the_tree(world: World) -> None:
+    async def scenario(manager: Manager) -> None:
+        dying, other = await manager.create(BASE), await manager.create(BASE)
+        world.host.hold["regions"] = asyncio.Event()
+        looking = asyncio.ensure_future(manager.tree())
+        await world.host.until("regions")
+        vm_of(manager, dying.id).die()
+        world.host.hold.pop("regions").set()
+        nodes = {node.id: node for node in await looking}
+        assert set(nodes) == {world.template.id, dying.id, other.id}
+        assert nodes[dying.id].resident_bytes is None
 
     run(world, scenario)
 

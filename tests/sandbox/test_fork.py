@@ -297,6 +297,30 @@ def test_the_layer_that_a_fork_froze_is_sealed_afterwards(world: World) -> None:
     run(world, scenario)
 
 
+def test_what_a_fork_did_not_wait_for_is_durable_with_the_next_pause(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: set[str] = set()
+
+    async def sync(state: Path, layer: Path) -> None:
+        synced.update((state.name, layer.name))
+
+    async def scenario(manager: Manager) -> None:
+        monkeypatch.setattr("aenv.sandbox.machines.sync_capture", sync)
+        source = await manager.create(BASE)
+        write(manager, source.id, a="1")
+        (child,) = started(await manager.fork(source.id, 1, 300))
+        for info in (source, child):
+            synced.clear()
+            await manager.pause(info.id)
+            await settled(manager)
+            record = manager._sandboxes[info.id].record
+            assert len(record.memory) == 3
+            assert synced == {*record.memory, record.state_file}
+
+    run(world, scenario)
+
+
 def test_a_daemon_that_stops_starts_no_more_children(world: World) -> None:
     async def main() -> None:
         async with world.daemon() as manager:

@@ -389,7 +389,7 @@ class Client:
                 host.fail = {}
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(seed=st.integers(0, 2**32))
 def test_eight_clients_at_once(seed: int) -> None:
     async def main(world: World, chance: random.Random) -> None:

@@ -217,7 +217,7 @@ def test_a_snapshot_that_is_deleted_while_a_sandbox_starts_from_it(world: World)
         await manager.snapshot(source.id, name="s")
         creating = asyncio.ensure_future(manager.create(options(template="s")))
         await asyncio.sleep(0)  # it is found, and nothing of it is linked
-        world.repository.delete(world.repository.find("s"))
+        world.repository.delete("s")
         with pytest.raises(NotFoundError):
             await creating
 
@@ -435,16 +435,21 @@ def test_a_snapshot_of_another_vmm_is_refused_with_what_differs(world: World) ->
     run(world, scenario)
 
 
-def test_a_snapshot_counts_what_it_has_alone(world: World) -> None:
+def test_a_snapshot_counts_what_no_older_one_has(world: World) -> None:
     async def scenario(manager: Manager) -> None:
         source = await manager.create(BASE)
         write(manager, source.id, a="1")
         snapshot = await manager.snapshot(source.id)
-        assert (snapshot.memory_bytes, snapshot.disk_bytes) == (0, 0)  # its source has it, too
-        await manager.kill(source.id)
-        (alone,) = await manager.snapshots()
-        assert alone.memory_bytes > 0
-        assert alone.disk_bytes > 0
+        assert snapshot.memory_bytes > 0
+        assert snapshot.disk_bytes > 0
+        await manager.pause(source.id)
+        first, second = await manager.snapshot(source.id), await manager.snapshot(source.id)
+        assert first.memory_bytes > 0
+        assert (second.memory_bytes, second.disk_bytes) == (0, 0)  # of the same pause
+        await manager.delete_template(first.id)
+        newest, oldest = await manager.snapshots()
+        assert (newest.memory_bytes, newest.disk_bytes) == (first.memory_bytes, first.disk_bytes)
+        assert oldest == snapshot
         assert (await manager.template(snapshot.id)).id == snapshot.id
         assert world.repository.find(snapshot.id).kind is SnapshotKind.SNAPSHOT
 

@@ -114,16 +114,16 @@ async def check(world: World, manager: Manager, source: str, legal: Contents) ->
 
 
 @pytest.mark.parametrize(("operation", "paused", "legal"), OPERATIONS)
-@pytest.mark.parametrize("error", [VmmError("no"), OSError(28, "No space left on device")])
 def test_whatever_fails_at_any_step_of_anything_loses_nothing(
-    tmp_path: Path, operation: Operation, paused: bool, legal: Contents, error: Exception
+    tmp_path: Path, operation: Operation, paused: bool, legal: Contents
 ) -> None:
     """A sandbox is as it was or as it was to be; a machine that does not go on is the only reason to lose one."""
 
     async def failed_at(world: World, step: int) -> bool:
         async with world.daemon() as manager:
             source = await prepare(manager, paused=paused)
-            world.host.error, world.host.fail_at, world.host.stopped_at = error, step, ""
+            world.host.error = VmmError("no") if step % 2 else OSError(28, "No space left on device")
+            world.host.fail_at, world.host.stopped_at = step, ""
             outcome: object = None
             try:
                 await operation(manager, source)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from aenv.errors import AenvError, ConflictError, NotFoundError
 from aenv.sandbox.service import CreateOptions, EgressProxy, NetworkOptions, OnTimeout, SandboxState
-from aenv.sandbox.store import Machine, Record, Store
+from aenv.sandbox.store import Machine, Record, Store, boot_id
 
 FULL = CreateOptions(
     template="base:v1",
@@ -70,7 +70,10 @@ def reload(store: Store, path: Path) -> list[Record]:
 
 
 def test_a_record_comes_back_equal(store: Store, path: Path) -> None:
-    full = record(machine=Machine(10, 2**62, "/run/aenv/x", 3, "abc"), memory_kept=False, machine_id="m")
+    full = record(
+        machine=Machine(10, 2**62, "/run/aenv/x", 3, "disk", "abc"), machine_id="m", disk=["d1.lsmt", "d2.lsmt"],
+        upper="u.lsmt", memory=["m1.lsmt"], state_file="a.state", lineage=["s2", "t1"], unsettled="boot",
+    )  # fmt: skip
     plain = record("i2", options=CreateOptions("base", 1))
     store.insert(full)
     store.insert(plain)
@@ -171,12 +174,29 @@ def test_records_are_private(path: Path, there_before: bool) -> None:
     store.close()
 
 
-def test_another_schema_version_is_refused_with_a_hint(path: Path) -> None:
+def test_a_durable_write_is_one_like_any_other(store: Store, path: Path) -> None:
+    r = record()
+    store.insert(r)
+    r.upper = "u.lsmt"
+    store.save(r, durable=True)
+    with pytest.raises(NotFoundError):
+        store.save(record("other"), durable=True)
+    assert store._db.execute("PRAGMA synchronous").fetchone() == (1,)  # the next one is quick again
+    assert reload(store, path) == [r]
+
+
+def test_boots_have_names() -> None:
+    assert boot_id() == boot_id() != ""
+
+
+@pytest.mark.parametrize("version", [1, 99])
+def test_another_schema_version_is_refused_with_a_hint(path: Path, version: int) -> None:
     Store(path).close()
     with sqlite3.connect(path) as db:
-        db.execute("PRAGMA user_version=99")
+        assert db.execute("PRAGMA user_version").fetchone() == (2,)
+        db.execute(f"PRAGMA user_version={version}")
     before = path.read_bytes()
-    with pytest.raises(ConflictError, match="version 99") as caught:
+    with pytest.raises(ConflictError, match=f"version {version}") as caught:
         Store(path)
     assert caught.value.hint
     assert path.read_bytes() == before

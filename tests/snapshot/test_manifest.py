@@ -28,6 +28,7 @@ def manifest(tmp_path: Path) -> Manifest:
         vmm_kind=VmmKind.QEMU_TCG,
         vmm_version="7.2.22",
         cpu_model="max",
+        devices="microvm-2",
         vcpus=2,
         memory_mib=512,
         kernel=BootFile.of(tmp_path / "vmlinuz"),

@@ -23,6 +23,7 @@ def manifest(identity: str, **changes: Any) -> Manifest:
         "vmm_kind": VmmKind.QEMU_TCG,
         "vmm_version": "7.2",
         "cpu_model": "max",
+        "devices": "microvm-2",
         "vcpus": 1,
         "memory_mib": 128,
         "kernel": boot,

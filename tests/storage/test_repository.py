@@ -11,7 +11,6 @@ import msgspec
 import pytest
 
 from aenv.errors import ConflictError, InvalidInputError, NotFoundError
-from aenv.snapshot.checkpoint import own_bytes
 from aenv.snapshot.manifest import SnapshotKind
 from aenv.storage.repository import NAMES_FILE, Repository, split_name
 from tests.storage.templates import committed, manifest, snapshot_of, staged
@@ -103,7 +102,7 @@ def test_delete_forgets_names_and_files_and_is_final(repository: Repository, fol
     other = committed(repository, folder, "other")
     observer = again(repository)
     observer.find("base")
-    repository.delete(template)
+    repository.delete(template.id)
     for view in (repository, observer):
         for text in ("base", "base:v1", template.id):
             with pytest.raises(NotFoundError):
@@ -111,7 +110,7 @@ def test_delete_forgets_names_and_files_and_is_final(repository: Repository, fol
         assert view.templates() == [other]
     assert not template.directory.exists()
     with pytest.raises(NotFoundError):
-        repository.delete(template)
+        repository.delete(template.id)
 
 
 def test_what_a_killed_delete_left_is_removed_by_the_next(repository: Repository, folder: Path) -> None:
@@ -119,7 +118,7 @@ def test_what_a_killed_delete_left_is_removed_by_the_next(repository: Repository
     half.mkdir()
     (half / "layer").touch()
     assert repository.templates() == []
-    repository.delete(committed(repository, folder))
+    repository.delete(committed(repository, folder).id)
     assert not half.exists()
 
 
@@ -183,7 +182,7 @@ def test_damaged_names_are_refused_and_never_written_over(repository: Repository
     for attempt in (
         lambda: repository.find("base"),
         repository.templates,
-        lambda: repository.delete(template),
+        lambda: repository.delete(template.id),
         lambda: repository.commit(staged(folder), ["new"]),
     ):
         with pytest.raises(InvalidInputError) as caught:
@@ -220,7 +219,7 @@ def test_snapshots_lie_beside_templates_and_take_no_names_from_them(repository: 
     assert (repository.find("mine").id, repository.find(first.id).names) == (second.id, ())
     template = committed(repository, folder, "mine", created=4.0)  # a template may take it
     assert repository.find("mine").id == template.id
-    repository.delete(template)
+    repository.delete(template.id)
     repository.check_snapshot_name("mine")
     (folder / "templates" / NAMES_FILE).write_text('{"nowhere": "tgone"}')
     repository.check_snapshot_name("nowhere")
@@ -237,10 +236,8 @@ def test_deleting_a_snapshot_leaves_the_layers_of_others(repository: Repository,
     (source / "m2.lsmt").write_bytes(b"m2")
     made.save(source)
     snapshot = repository.commit(source)
-    assert own_bytes(base.directory, base.manifest.memory) == 0  # both have it
-    repository.delete(base)
+    repository.delete(base.id)
     assert [path.read_bytes() for path in snapshot.checkpoint.memory_layers] == [b"{}", b"m2"]
-    assert own_bytes(snapshot.directory, snapshot.manifest.memory) > 0
 
 
 def test_replace_changes_the_layers_in_one_step(repository: Repository, folder: Path) -> None:
@@ -252,7 +249,7 @@ def test_replace_changes_the_layers_in_one_step(repository: Repository, folder: 
     assert new == repository.find("base") == observer.find("base") == again(repository).find("base")
     assert sorted(p.name for p in template.directory.iterdir()) == sorted(["manifest.json", *new.checkpoint.files])
     assert new.checkpoint.memory_layers[0].read_bytes() == b"merged"
-    repository.delete(new)
+    repository.delete(new.id)
     with pytest.raises(NotFoundError):
         repository.replace(new, merged)
 
