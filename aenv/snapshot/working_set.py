@@ -47,7 +47,8 @@ def joined(ranges: Iterable[tuple[int, int]], limit: int) -> Ranges:
     result: Ranges = []
     for offset, length in ranges:
         if result and offset <= sum(result[-1]):
-            result[-1] = (result[-1][0], offset + length - result[-1][0])
+            start, before = result[-1]
+            result[-1] = (start, max(before, offset + length - start))
         else:
             result.append((offset, length))
     if len(result) <= limit:

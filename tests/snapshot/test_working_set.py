@@ -8,7 +8,7 @@ import zlib
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from aenv.errors import InvalidInputError
@@ -64,6 +64,7 @@ def test_missing_file(tmp_path: Path):
         load_working_set(tmp_path / "set", SIZE)
 
 
+@example({0: 3, 1: 1}, 1)
 @given(st.dictionaries(st.integers(0, 200), st.integers(1, 5)), st.integers(1, 20))
 def test_joined_ranges_cover_all_with_few(pages, limit):
     found = joined(sorted(pages.items()), limit)
