@@ -83,7 +83,7 @@ class Contest:
     def _add_nbd(self) -> None:
         path = self.folder / "qcow2"
         sh(f"qemu-img convert -f raw -O qcow2 {self.raw} {path}")
-        sh(f"qemu-nbd -c /dev/nbd0 -f qcow2 --aio=io_uring --discard=unmap {path}")
+        sh(f"qemu-nbd -k /run/nbd -c /dev/nbd0 -f qcow2 --aio=io_uring --discard=unmap {path}")
         self.paths["qemu-nbd"] = "/dev/nbd0"
         self._end.append(lambda: sh("qemu-nbd -d /dev/nbd0"))
 
