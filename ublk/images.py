@@ -220,9 +220,9 @@ class Images:
             image.close()
             raise
         self._lost.pop(state.image, None)
-        served = self._served[state.image] = Served(
-            state, image, stack, key, remote, recording, front, None if state.data is None else file_id(Path(state.data))
-        )  # fmt: skip
+        upper = None if state.data is None else file_id(Path(state.data))
+        served = Served(state, image, stack, key, remote, recording, front, upper)
+        self._served[state.image] = served
         return served
 
     @property

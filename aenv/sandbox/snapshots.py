@@ -74,7 +74,7 @@ class Snapshots:
                 raise
         if not sandbox.doomed:
             self._life.event(sandbox, Event.CHECKPOINTED, f"snapshot {template.title}")
-            self._life.chains.look_at(sandbox)
+            self._life.own(self._seal(sandbox))
         await self._machines.expect(template.machine)
         return template
 
@@ -230,10 +230,11 @@ class Snapshots:
         return children
 
     async def _seal(self, sandbox: Sandbox) -> None:
-        """What a fork has frozen of the disk becomes an ordinary layer, in the background."""
+        """What a capture has frozen of the disk becomes an ordinary layer, in the background."""
         async with sandbox.lock:
             if not sandbox.doomed:
                 await self._machines.seal(self._machines.directory(sandbox.id), sandbox.record.disk)
+                self._life.chains.look_at(sandbox)
 
     async def _child(
         self, source: Sandbox, checkpoint: Checkpoint, memory: MemoryMap, timeout: int, turn: asyncio.Semaphore
