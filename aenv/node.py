@@ -125,7 +125,6 @@ class Node:
                 store,
                 tokens,
                 domain=tls.domain if tls is not None else None,
-
             )
             blocks.on_restarted(manager.blocks_restarted)
             await manager.open()

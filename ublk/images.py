@@ -28,6 +28,7 @@ from ublk.trace import MOST_ENTRIES, Trace
 
 log = logging.getLogger("aenv.blockd")
 
+INDEX_SUFFIX = ".index"  # of the file beside a layer that is not sealed yet: `ID.data` or `ID.lsmt` and `ID.index`
 OPENERS = 32  # threads that open remote layers
 
 # A layer is known by device and inode: a stack holds its files open, so the numbers stay its own. A remote one is known
@@ -58,13 +59,14 @@ def _save(save: Callable[[StateT], None], state: StateT) -> None:
         raise UnavailableError(f"the server's state cannot be written: {error.strerror}") from error
 
 
-def _open_layer(layer: AnyLayer, seals: dict[Path, Path]) -> Layer:
-    """`seals`: those may be sealed or not, a dead server was about to do it."""
+def _open_layer(layer: AnyLayer) -> Layer:
+    """A layer with an index file beside it may be sealed or not: somebody is, or was, about to do it."""
     if isinstance(layer, RemoteLayer):
         return Layer(layer.remote)
-    if layer in seals:
+    index = layer.with_suffix(INDEX_SUFFIX)
+    if index.exists():
         with contextlib.suppress(AenvError):
-            return Layer(layer, seals[layer])
+            return Layer(layer, index)
     return Layer(layer)
 
 
@@ -84,6 +86,7 @@ class Served:
     remote: list[RemoteLayer]  # keeps their sources alive
     recording: TraceRecording | None
     front: FrontEnd
+    upper: FileId | None  # its writable layer
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while it is restacked, resized or closed
 
 
@@ -103,7 +106,7 @@ class Images:
         self._opening: set[str] = set()
         self._stacks: WeakValueDictionary[StackKey, Stack] = WeakValueDictionary()
         self._stack_lock = asyncio.Lock()  # two images of one snapshot, opened at once, share one index
-        self._sealing: dict[Path, asyncio.Task[None]] = {}
+        self._sealing: dict[FileId, asyncio.Task[None]] = {}  # a layer may have several names
         self._lost: dict[str, AenvError] = {}  # what a dead server had open, and why it is not
 
     async def recover(self) -> None:
@@ -113,15 +116,15 @@ class Images:
             await self._ublk.prepare(images)
         seals = self._seals({state.data for state in images})
         # At once: one of a source that does not answer must not keep the others from their users.
-        await asyncio.gather(*(self._recover_one(state, seals) for state in images))
+        await asyncio.gather(*(self._recover_one(state) for state in images))
         for data, index in seals.items():
             self._start_sealing(data, asyncio.to_thread(self._seal_now, data, index))
         if images:
             log.info("opened %d of %d images again", len(self._served), len(images))
 
-    async def _recover_one(self, state: ImageState, seals: dict[Path, Path]) -> None:
+    async def _recover_one(self, state: ImageState) -> None:
         try:
-            await self._serve(state, seals)
+            await self._serve(state)
         except (AenvError, OSError) as error:
             log.error("image %s cannot be opened again: %s", state.image, error)
             if state.front_end == "ublk" and self._ublk is not None:
@@ -190,14 +193,11 @@ class Images:
         )  # fmt: skip
         self._opening.add(name)
         try:
-            return self._describe(await self._serve(state, {}, trace, record), 0)
+            return self._describe(await self._serve(state, trace, record), 0)
         finally:
             self._opening.discard(name)
 
-    async def _serve(
-        self, state: ImageState, seals: dict[Path, Path], trace: Trace | None = None, record: int = 0
-    ) -> Served:
-        """`seals`: layers that are not sealed yet, with their index files."""
+    async def _serve(self, state: ImageState, trace: Trace | None = None, record: int = 0) -> Served:
         layers = await self._attach(state.layers)
         remote = [layer for layer in layers if isinstance(layer, RemoteLayer)]
         recording = TraceRecording(remote, record) if record and remote else None
@@ -206,7 +206,7 @@ class Images:
         opened = await self._open_remote(layers)
         top = [Path(path) for path in (state.data, state.index) if path is not None]
         async with self._stack_lock:
-            key, stack = await self._open_stack(layers, opened, seals) if layers else ((), None)
+            key, stack = await self._open_stack(layers, opened) if layers else ((), None)
         image = await asyncio.to_thread(Image, stack, *top, direct=state.cached)
         try:
             front = self._front(state)
@@ -220,7 +220,9 @@ class Images:
             image.close()
             raise
         self._lost.pop(state.image, None)
-        served = self._served[state.image] = Served(state, image, stack, key, remote, recording, front)
+        upper = None if state.data is None else file_id(Path(state.data))
+        served = Served(state, image, stack, key, remote, recording, front, upper)
+        self._served[state.image] = served
         return served
 
     @property
@@ -275,27 +277,23 @@ class Images:
         found = await asyncio.get_running_loop().run_in_executor(self._openers, self._remote.open, missing)
         return dict(zip(missing, found, strict=True))
 
-    async def _open_stack(
-        self, layers: list[AnyLayer], opened: dict[AnyLayer, Layer], seals: dict[Path, Path]
-    ) -> tuple[StackKey, Stack]:
+    async def _open_stack(self, layers: list[AnyLayer], opened: dict[AnyLayer, Layer]) -> tuple[StackKey, Stack]:
         """The stack of these layers, sharing the index of the longest known lower part."""
         key = tuple(layer_id(layer) for layer in layers)
         known = self._known(key)
         stack = self._stacks.get(key[:known])
-        for layer in layers[known:]:
-            if layer in self._sealing:
-                await self._sealing[layer]
+        for identity in key[known:]:
+            if isinstance(identity, tuple) and identity in self._sealing:
+                await asyncio.shield(self._sealing[identity])
         if known < len(layers):
-            stack = await asyncio.to_thread(self._extend, stack, layers[known:], opened, seals)
+            stack = await asyncio.to_thread(self._extend, stack, layers[known:], opened)
             self._stacks[key] = stack
         assert stack is not None
         return key, stack
 
     @staticmethod
-    def _extend(
-        stack: Stack | None, layers: list[AnyLayer], opened: dict[AnyLayer, Layer], seals: dict[Path, Path]
-    ) -> Stack:
-        found = [opened.get(layer) or _open_layer(layer, seals) for layer in layers]
+    def _extend(stack: Stack | None, layers: list[AnyLayer], opened: dict[AnyLayer, Layer]) -> Stack:
+        found = [opened.get(layer) or _open_layer(layer) for layer in layers]
         if stack is None:
             return Stack(found)
         for layer in found:
@@ -348,6 +346,7 @@ class Images:
             sealing = await asyncio.to_thread(self._swap, served, paths, uuid_text or str(uuid.uuid4()))
             sealed = Path(sealing.data_path)
             served.key = (*served.key, file_id(sealed))
+            served.upper = file_id(paths[0])
             served.stack = served.image.stack
             assert served.stack is not None
             self._stacks[served.key] = served.stack
@@ -378,27 +377,30 @@ class Images:
         return sealing
 
     def _start_sealing(self, data: Path, work: Coroutine[Any, Any, None]) -> None:
-        task = self._sealing[data] = asyncio.create_task(self._finish(data, work), name=f"seal {data}")
+        identity = file_id(data)
+        task = asyncio.create_task(self._finish(data, identity, work), name=f"seal {data}")
+        self._sealing[identity] = task
         task.add_done_callback(_log_failure)
 
-    async def _finish(self, data: Path, work: Coroutine[Any, Any, None]) -> None:
+    async def _finish(self, data: Path, identity: FileId, work: Coroutine[Any, Any, None]) -> None:
         """Ends with an error if the layer could not be written; `seal` tells, and tries again."""
         try:
             await work
             self._states.remove_seal(str(data))
         finally:
-            del self._sealing[data]
+            del self._sealing[identity]
 
     async def seal(self, data: str, index: str) -> None:
         path, index_path = absolute("data", data), absolute("index", index)
-        if any(s.image.data_path == data for s in self._served.values()):
+        identity = file_id(path)
+        if any(served.upper == identity for served in self._served.values()):
             raise ConflictError(f"data: {data} is the writable layer of an open image")
-        pending = self._sealing.get(path)
-        if pending is None:
+        pending = self._sealing.get(identity)
+        if pending is not None:
+            await asyncio.shield(pending)
+        if pending is None or index_path.exists():  # another name of it may have an index file, too
             await asyncio.to_thread(self._seal_now, path, index_path)
             self._states.remove_seal(data)
-        else:
-            await asyncio.shield(pending)
 
     @staticmethod
     def _seal_now(path: Path, index_path: Path) -> None:

@@ -634,10 +634,11 @@ int upper_seal(struct upper *upper, struct fault *fault)
     struct index *index = map_freeze(&upper->map);
     int rc = index ? write_seal(upper, index) : -ENOMEM;
     index_unref(index);
-    if (!rc && unlink(upper->index_path))
+    /* The layer may have other names: it is complete even if this one has gone, with its directory or without. */
+    if (!rc && unlink(upper->index_path) && errno != ENOENT)
         rc = -errno;
-    if (!rc)
-        rc = sync_directory(upper->index_path);
+    if (!rc && (rc = sync_directory(upper->index_path)) == -ENOENT)
+        rc = 0;
     return rc ? fault_set(fault, -rc, "data", "%s cannot be sealed: %s", upper->data_path, strerror(-rc)) : 0;
 }
 

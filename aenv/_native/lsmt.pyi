@@ -184,7 +184,6 @@ class Stack:
         virtual_size: int | None = None,
         progress: Callable[[int], None] | None = None,
     ) -> CommitResult: ...
-
     def commit_in_background(
         self,
         fd: int,

@@ -138,8 +138,9 @@ class SlotPool:
     async def release(self, slot: Slot) -> None:
         """Give a slot back: it is unusable from now on and is removed in the background. May be called twice."""
         fabric = self._running()
-        if self._used.pop(slot.index, None) is None:
+        if self._used.get(slot.index) is not slot:  # given back before; somebody else may have the index by now
             return
+        del self._used[slot.index]
         slot.close_handle()
         self._spawn(self._remove(fabric, slot.index))
 

@@ -187,6 +187,8 @@ class Lifecycle:
         self, sandbox: Sandbox, timeout: int, *, memory: bool, on_timeout: OnTimeout | None = None, boot: bool = True
     ) -> bool:
         """True when it was paused and runs now, False when it ran already. Without `boot` only with its memory."""
+        if sandbox.is_up and not sandbox.doomed:
+            return False
         async with sandbox.lock:
             if sandbox.is_up and not sandbox.doomed:
                 return False

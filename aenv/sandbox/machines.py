@@ -375,7 +375,9 @@ class Machines:
             if restack:
                 await self._disks.restack(running.disk)
 
-        captured = await capture(running.vm, state=state, layer=layer, parent=running.memory, beside=beside)
+        captured = await capture(
+            running.vm, state=state, layer=layer, parent=running.memory, beside=beside, ahead=restack
+        )
         return Captured(layer.name, state.name, captured.stats)
 
     async def restack(self, running: Running) -> None:

@@ -59,16 +59,29 @@ class Snapshots:
         """Commit the state of a running or paused sandbox to the repository."""
         if name is not None:
             self._life.repository.check_snapshot_name(name)
-        async with sandbox.lock:
-            async with self._staged(sandbox, SandboxState.SNAPSHOTTING, memory=memory) as checkpoint:
+        async with AsyncExitStack() as stack:
+            async with sandbox.lock:
+                staged = self._staged(sandbox, SandboxState.SNAPSHOTTING, memory=memory)
+                checkpoint = await stack.enter_async_context(staged)
                 manifest = self._manifest(sandbox, checkpoint)
+                self._set_lineage(sandbox, [manifest.id, *sandbox.record.lineage])
+            try:
+                # Nobody waits for the disk but the one who asked: what was captured has links of its own.
+                await self._machines.settle(checkpoint)
                 template = await asyncio.to_thread(self._commit, checkpoint.directory, manifest, name)
-            sandbox.record.lineage = [template.id, *sandbox.record.lineage][:LINEAGE]
-            self._store.save(sandbox.record)
+            except BaseException:
+                self._set_lineage(sandbox, [known for known in sandbox.record.lineage if known != manifest.id])
+                raise
+        if not sandbox.doomed:
             self._life.event(sandbox, Event.CHECKPOINTED, f"snapshot {template.title}")
-            await self._machines.expect(template.machine)
-            self._life.chains.look_at(sandbox)
-            return template
+            self._life.own(self._seal(sandbox))
+        await self._machines.expect(template.machine)
+        return template
+
+    def _set_lineage(self, sandbox: Sandbox, lineage: list[str]) -> None:
+        sandbox.record.lineage = lineage[:LINEAGE]
+        if not sandbox.doomed:
+            self._store.save(sandbox.record)
 
     def _commit(self, staged: Path, manifest: Manifest, name: str | None) -> Template:
         (staged / MANIFEST_NAME).unlink()  # a link to the template's
@@ -96,13 +109,9 @@ class Snapshots:
         return next((identity for identity in lineage if identity in stored), sandbox.template.id)
 
     @asynccontextmanager
-    async def _staged(
-        self, sandbox: Sandbox, state: SandboxState, *, memory: bool = True, durable: bool = True
-    ) -> AsyncIterator[Checkpoint]:
-        """A checkpoint of the sandbox in a scratch directory, which goes away afterwards unless it was moved.
-
-        The guest runs on before this yields; `durable` waits until all of it is on the disk.
-        """
+    async def _staged(self, sandbox: Sandbox, state: SandboxState, *, memory: bool = True) -> AsyncIterator[Checkpoint]:
+        """A checkpoint of the sandbox in a scratch directory, which goes away afterwards unless it was moved. The
+        caller holds the lock until this yields; the guest runs on by then. Nothing is durable yet."""
         staged = self._staging / f"{state.value}-{secrets.token_hex(6)}"
         staged.mkdir(mode=0o711)
         try:
@@ -116,8 +125,6 @@ class Snapshots:
                 checkpoint = await self._capture(sandbox, state, memory=memory)
             try:
                 staged_checkpoint = self._link(checkpoint, staged)
-                if durable:
-                    await self._machines.settle(checkpoint)
             finally:
                 if sandbox.is_up:  # the device state is of use only with the memory as it was
                     self._machines.tidy(sandbox.record, sandbox.running, sandbox.former)
@@ -210,7 +217,7 @@ class Snapshots:
         async with AsyncExitStack() as stack:
             async with sandbox.lock:
                 life.machine_of(sandbox)
-                checkpoint = await stack.enter_async_context(self._staged(sandbox, SandboxState.FORKING, durable=False))
+                checkpoint = await stack.enter_async_context(self._staged(sandbox, SandboxState.FORKING))
             memory = await self._machines.map_memory(checkpoint)
             turn = asyncio.Semaphore(STARTS_AT_ONCE)
             children = await asyncio.gather(
@@ -223,10 +230,11 @@ class Snapshots:
         return children
 
     async def _seal(self, sandbox: Sandbox) -> None:
-        """What a fork has frozen of the disk becomes an ordinary layer, in the background."""
+        """What a capture has frozen of the disk becomes an ordinary layer, in the background."""
         async with sandbox.lock:
             if not sandbox.doomed:
                 await self._machines.seal(self._machines.directory(sandbox.id), sandbox.record.disk)
+                self._life.chains.look_at(sandbox)
 
     async def _child(
         self, source: Sandbox, checkpoint: Checkpoint, memory: MemoryMap, timeout: int, turn: asyncio.Semaphore

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,6 +64,9 @@ class Checkpoint:
             except FileExistsError:
                 if not os.path.samefile(self.directory / name, directory / name):
                     raise
+        for name in self.disk:  # after the layers: one that is sealed meanwhile needs it no more
+            with suppress(FileNotFoundError, FileExistsError):
+                os.link(index_of(self.directory / name), index_of(directory / name))
         return Checkpoint(
             directory, self.machine, self.disk, self.disk_size, self.memory, self.state if state else None
         )

@@ -19,8 +19,6 @@ from aenv.vmm.base import Machine, Vmm, VmmKind
 
 MANIFEST_NAME = "manifest.json"
 STATE_NAME = "state"  # device state without RAM
-MEMORY_NAME = "memory"
-DELTA_NAME = "memory.lsmt"
 VERSION = 2
 SIZE_LIMIT = 1 << 20  # bytes of a manifest; a real one has about 1 kB
 MAX_LAYERS = 255

@@ -375,7 +375,13 @@ async def silent(slot: FakeSlot, reader: asyncio.StreamReader, writer: asyncio.S
 
 
 async def capture(
-    vm: FakeVm, *, state: Path, layer: Path, parent: MemoryMap | None, beside: Callable[[], Awaitable[None]]
+    vm: FakeVm,
+    *,
+    state: Path,
+    layer: Path,
+    parent: MemoryMap | None,
+    beside: Callable[[], Awaitable[None]],
+    ahead: bool = True,
 ) -> Captured[None]:
     known = {} if parent is None else merged([content_of(path) for path in parent.files])
     await vm._do("capture")
