@@ -280,6 +280,9 @@ class Images:
     async def _open_stack(self, layers: list[AnyLayer], opened: dict[AnyLayer, Layer]) -> tuple[StackKey, Stack]:
         """The stack of these layers, sharing the index of the longest known lower part."""
         key = tuple(layer_id(layer) for layer in layers)
+        for served in self._served.values():
+            if served.upper in key:
+                raise ConflictError(f"layers: {served.state.data} is the writable layer of image {served.state.image}")
         known = self._known(key)
         stack = self._stacks.get(key[:known])
         for identity in key[known:]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from aenv.errors import ConflictError, InvalidInputError, NotFoundError
+from aenv.snapshot.checkpoint import INDEX_SUFFIX
 
 if TYPE_CHECKING:
     from tests.sandbox.doubles import FakeVm, Host
@@ -83,7 +84,10 @@ class FakeBlocks:
         if image in self.images:
             raise ConflictError(f"{image} is open already")
         for layer in layers:
-            if UNSEALED in content_of(layer) and layer.stat().st_ino not in self.frozen:
+            if any(shown.data is not None and shown.data.samefile(layer) for shown in self.images.values()):
+                raise ConflictError(f"{layer} is the writable layer of an open image")
+            beside = layer.with_suffix(INDEX_SUFFIX)
+            if UNSEALED in content_of(layer) and layer.stat().st_ino not in self.frozen and not beside.exists():
                 raise InvalidInputError("layers", f"{layer} is not sealed")
         path = self.directory / image
         found = FakeImage(image, path, list(layers), [content_of(layer) for layer in layers], data, index, {})

@@ -204,7 +204,7 @@ def test_a_frozen_layer_is_of_use_at_once_under_another_name(check: Callable[[Sc
         kit.write(disk.path, 2)
         await disks.restack(disk)
         linked = checkpoint(source, *disk.layers).link_into(child)
-        assert names(child) == set(disk.layers)
+        assert set(disk.layers) <= names(child) <= {*disk.layers, index_of(child / disk.layers[-1]).name}
         other = await disks.open(linked)
         kit.write(other.path, 3)
         assert kit.read(other.path) == {1, 2, 3}
@@ -229,8 +229,23 @@ def test_the_last_layer_of_a_closed_disk_is_sealed_when_it_is_needed(check: Call
         await disks.close(disk)
         again = await disks.open(checkpoint(folder, "base.lsmt", disk.upper))
         assert kit.read(again.path) == {1, 2}
+        await disks.seal(folder, again.layers)
         assert not index_of(folder / disk.upper).exists()
+        assert kit.read(again.path) == {1, 2}
         await disks.discard(again)
+
+    check(scenario)
+
+
+def test_a_layer_that_somebody_writes_to_is_not_opened(check: Callable[[Scenario], None]) -> None:
+    async def scenario(kit: Kit, folder: Path) -> None:
+        disks = Disks(kit.blocks)
+        kit.layer(folder / "base.lsmt", 1)
+        disk = await disks.open(checkpoint(folder, "base.lsmt"))
+        with pytest.raises(ConflictError):
+            await disks.open(checkpoint(folder, "base.lsmt", disk.upper))
+        assert names(folder) == {"base.lsmt", disk.upper, index_of(folder / disk.upper).name}
+        await disks.discard(disk)
 
     check(scenario)
 
