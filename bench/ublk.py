@@ -56,6 +56,7 @@ def disks(machine: Machine, rounds: int, say: Say) -> Rows:
     call(machine, "begin", names)
     found: dict[tuple[str, str, str], list[dict[str, float]]] = defaultdict(list)
     for number in range(rounds):
+        call(machine, "warm")
         for direction in ("read", "write"):
             for pattern in PATTERNS:
                 for name in names:

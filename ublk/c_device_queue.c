@@ -18,7 +18,7 @@
 #define PAGE 4096u
 #define EARLY (256u << 10) /* bytes after which finished requests are handed over although more are waiting */
 #define KEPT (64u << 10)   /* bytes of a request whose buffer an idle queue does not keep */
-#define LONG_WRITE (128u << 10) /* bytes from which the engine waits for the disk */
+#define LONG (128u << 10)  /* bytes from which a write waits for the disk, and a read is worth a look whether it did */
 #define MOST_HELP 32       /* reads and writes of one queue that are with the workers at a time */
 #define COLD_BATCHES 16
 #define IDLE_SECONDS 1
@@ -147,11 +147,10 @@ static bool read_lent(struct queue *queue, unsigned tag, size_t length, uint64_t
     return image->lend(image, length, offset, send_lent, &target) == 0;
 }
 
+/* Not lent: page faults read a cold file in small pieces. */
 static int read_data(struct queue *queue, unsigned tag, char *buffer, size_t length, uint64_t offset)
 {
     struct block_device *image = *queue->options.image;
-    if (read_lent(queue, tag, length, offset))
-        return (int)length;
     int rc = image->read(image, buffer, length, offset);
     if (!rc)
         rc = move_data(queue, tag, buffer, length, true);
@@ -268,13 +267,30 @@ static bool needs_help(struct queue *queue, unsigned tag, bool more)
     const struct ublk_io_desc *descriptor = &queue->descriptors[tag];
     switch (op_of(descriptor)) {
     case UBLK_READ:
-        return queue->cold && more;
+        return queue->cold && (more || length_of(descriptor) >= LONG);
     case UBLK_WRITE:
-        return descriptor->op_flags & UBLK_OP_FUA || length_of(descriptor) >= LONG_WRITE;
+        return descriptor->op_flags & UBLK_OP_FUA || length_of(descriptor) >= LONG;
     case UBLK_FLUSH:
         return true;
     }
     return descriptor->op_flags & UBLK_OP_FUA;
+}
+
+/* How often this thread has waited for something. */
+static long waits(void)
+{
+    struct rusage usage;
+    return getrusage(RUSAGE_THREAD, &usage) ? 0 : usage.ru_nvcsw;
+}
+
+static bool read_at_once(struct queue *queue, unsigned tag, size_t length, uint64_t offset)
+{
+    long before = length >= LONG ? waits() : 0;
+    if (!read_lent(queue, tag, length, offset))
+        return false;
+    if (length >= LONG && waits() != before)
+        queue->cold = COLD_BATCHES;
+    return true;
 }
 
 static void serve_request(struct queue *queue, unsigned tag, bool more)
@@ -287,7 +303,7 @@ static void serve_request(struct queue *queue, unsigned tag, bool more)
     } else if (!read) {
         commit(queue, tag, perform(queue, tag, queue->buffer));
         queue->used |= length > KEPT;
-    } else if (read_lent(queue, tag, length, offset_of(descriptor))) {
+    } else if (read_at_once(queue, tag, length, offset_of(descriptor))) {
         commit(queue, tag, (int)length);
         queue->finished += length;
     } else {
@@ -325,13 +341,6 @@ static void handle(struct queue *queue, const struct io_uring_cqe *cqe, bool mor
     }
 }
 
-/* How often this thread has waited for something. */
-static long waits(void)
-{
-    struct rusage usage;
-    return getrusage(RUSAGE_THREAD, &usage) ? 0 : usage.ru_nvcsw;
-}
-
 static void handle_all(struct queue *queue)
 {
     struct io_uring_cqe *cqe;
@@ -344,10 +353,10 @@ static void handle_all(struct queue *queue)
         seen++;
     }
     io_uring_cq_advance(&queue->ring, seen);
+    if (queue->cold)
+        queue->cold--;
     if (several && waits() != before)
         queue->cold = COLD_BATCHES;
-    else if (queue->cold)
-        queue->cold--;
     if (queue->used && !queue->timing)
         arm_idle(queue);
 }

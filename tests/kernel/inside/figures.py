@@ -110,6 +110,10 @@ def begin(names: list[str]) -> None:
     contest.warm()
 
 
+def warm() -> None:
+    running[0].warm()
+
+
 def cell(name: str, pattern: str, direction: str) -> dict[str, Any]:
     return fio(running[0].paths[name], pattern, direction)
 
