@@ -84,7 +84,10 @@ class FakeBlocks:
         if image in self.images:
             raise ConflictError(f"{image} is open already")
         for layer in layers:
-            if any(shown.data is not None and shown.data.samefile(layer) for shown in self.images.values()):
+            if any(
+                shown.data is not None and shown.data.exists() and shown.data.samefile(layer)
+                for shown in self.images.values()
+            ):
                 raise ConflictError(f"{layer} is the writable layer of an open image")
             beside = layer.with_suffix(INDEX_SUFFIX)
             if UNSEALED in content_of(layer) and layer.stat().st_ino not in self.frozen and not beside.exists():
