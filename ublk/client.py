@@ -169,6 +169,9 @@ class BlockClient:
         reply = await self.call(protocol.Restack(self.new_id(), image, str(data), str(index), uuid))
         return Path(reply["sealed"])
 
+    async def replace(self, image: str, layers: Sequence[Path]) -> None:
+        await self.call(protocol.Replace(self.new_id(), image, [str(layer) for layer in layers]))
+
     async def seal(self, data: Path, index: Path) -> None:
         await self.call(protocol.Seal(self.new_id(), str(data), str(index)))
 

@@ -356,6 +356,25 @@ class Images:
         self._start_sealing(sealed, asyncio.to_thread(sealing.finish))
         return str(sealed)
 
+    async def replace(self, name: str, layers: list[str]) -> None:
+        """Take other layers below the writable one; the new state says so first, for either will do."""
+        served = self.find(name)
+        paths: list[AnyLayer] = [absolute("layers", layer) for layer in layers]
+        if served.remote:
+            raise ConflictError(f"image {name}: has remote layers")
+        if served.image.read_only:
+            raise ConflictError(f"image {name}: is read-only")
+        if not 1 <= len(layers) <= 255:
+            raise InvalidInputError("layers", f"{len(layers)} layers; a stack has 1 to 255")
+        async with served.lock:
+            self.find(name)
+            async with self._stack_lock:
+                key, stack = await self._open_stack(paths, {})
+            state = msgspec.structs.replace(served.state, layers=list(layers))
+            _save(self._states.save_image, state)
+            await asyncio.to_thread(served.image.replace, stack)
+            served.state, served.key, served.stack = state, key, stack
+
     def _swap(self, served: Served, paths: tuple[Path, Path], uuid_text: str) -> Sealing:
         """The state says that the new layer is on top before it is: it is empty until then, and afterwards no write
         that was acknowledged can be missed by the next server."""

@@ -93,6 +93,14 @@ class Restack(Request, tag="restack"):
     uuid: str | None = None
 
 
+class Replace(Request, tag="replace"):
+    """Serve a writable image from now on from these sealed layers (lowest first) below its writable one. They must have
+    the content of those that it has, some of which were merged: the server cannot check that."""
+
+    image: str
+    layers: list[str]
+
+
 class Seal(Request, tag="seal"):
     """Seal a writable layer in place, durably; no-op if it is sealed. `index` is the file that goes away."""
 
@@ -125,7 +133,7 @@ class Shutdown(Request, tag="shutdown"):
     force: bool = False
 
 
-AnyRequest = Hello | Create | Open | Trace | Close | Restack | Seal | Flush | Stats | List | Resize | Shutdown
+AnyRequest = Hello | Create | Open | Trace | Close | Restack | Replace | Seal | Flush | Stats | List | Resize | Shutdown
 _decoder: msgspec.msgpack.Decoder[AnyRequest] = msgspec.msgpack.Decoder(AnyRequest)
 _encoder = msgspec.msgpack.Encoder()
 

@@ -29,6 +29,7 @@ from ublk.protocol import (
     List,
     Open,
     Resize,
+    Replace,
     Restack,
     Seal,
     Shutdown,
@@ -209,6 +210,8 @@ class Server:
                 return {"chunks": await images.trace(name, path)}
             case Close(image=name):
                 return await images.close(name)
+            case Replace(image=name):
+                return await images.replace(name, request.layers)
             case Restack(image=name):
                 return {"sealed": await images.restack(name, request.data, request.index, request.uuid)}
             case Seal(data=data, index=index):

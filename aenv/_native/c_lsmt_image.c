@@ -410,6 +410,19 @@ int image_restack(struct image *image, struct upper *next, struct upper **old, s
     return rc;
 }
 
+int image_replace(struct image *image, struct stack *stack, struct fault *fault)
+{
+    if (image->device.read_only)
+        return fault_set(fault, EROFS, "image", "is read-only");
+    pthread_rwlock_wrlock(&image->life);
+    struct stack *before = image->stack;
+    image->stack = stack_ref(stack);
+    image->remote = stack->remote;
+    pthread_rwlock_unlock(&image->life);
+    stack_unref(before);
+    return 0;
+}
+
 struct stack *image_stack(struct image *image)
 {
     pthread_rwlock_rdlock(&image->life);

@@ -300,6 +300,8 @@ int image_flush(struct image *image);
 int image_resize(struct image *image, uint64_t virtual_size);
 /* Puts `next` (an empty writable layer of the same size) on top, gives back the old one, frozen, for upper_seal. */
 int image_restack(struct image *image, struct upper *next, struct upper **old, struct fault *fault);
+/* Lets a writable image read what lies below its writable layer from another stack of the same content. */
+int image_replace(struct image *image, struct stack *stack, struct fault *fault);
 uint64_t image_size(struct image *image);
 struct stack *image_stack(struct image *image); /* a new reference; NULL if there is none */
 void image_upper_usage(struct image *image, uint64_t *segments, uint64_t *bytes); /* of the writable layer */

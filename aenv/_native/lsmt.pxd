@@ -138,6 +138,7 @@ cdef extern from "lsmt.h" nogil:
     int image_flush(image *)
     int image_resize(image *, uint64_t virtual_size)
     int image_restack(image *, upper *next, upper **old, fault *)
+    int image_replace(image *, stack *, fault *)
     uint64_t image_size(image *)
     stack *image_stack(image *)
     void image_upper_usage(image *, uint64_t *segments, uint64_t *bytes)

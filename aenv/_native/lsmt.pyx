@@ -668,6 +668,16 @@ cdef class Image:
         self.data_path, self.index_path = os.fspath(data), os.fspath(index_path)
         return sealing
 
+    def replace(self, Stack stack not None):
+        """Read what lies below the writable layer from another stack, which has the same content."""
+        self._check_open()
+        cdef fault f
+        cdef int rc
+        with nogil:
+            rc = image_replace(self._image, stack._stack, &f)
+        if rc:
+            raise_fault(&f, "")
+
 
 def lookup_nanoseconds(size_t segments, size_t rounds, uint64_t seed=1):
     """Mean time of one search in an index of so many segments, for `aenv bench blocks`."""

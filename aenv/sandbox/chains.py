@@ -1,7 +1,8 @@
 """Chains of layers stay short: in the background, neighbouring layers of a sandbox become one.
 
-What is merged is the record's list, from which the next machine and the next snapshot are made. A running machine goes
-on with the files it has; snapshots keep theirs, and get short chains because those of their sandboxes are.
+What is merged is the record's list, from which the next machine and the next snapshot are made, and the live disk's. The
+RAM of a running machine goes on with the files it has; snapshots keep theirs, and get short chains because those of their
+sandboxes are.
 """
 
 from __future__ import annotations
@@ -75,6 +76,8 @@ class Chains:
                     await self._machines.remember(sandbox.running, sandbox.template.machine, shorter)
                 record.memory = shorter
             else:
+                if sandbox.running is not None:
+                    await self._machines.replace(sandbox.running, shorter)
                 record.disk = shorter
             self._store.save(record)
             self._machines.tidy(sandbox.record, sandbox.running, sandbox.former)

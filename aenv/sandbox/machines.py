@@ -384,6 +384,10 @@ class Machines:
         """Give the disk a new writable layer; what was written before is a layer of its own."""
         await self._disks.restack(running.disk)
 
+    async def replace(self, running: Running, layers: Sequence[str]) -> None:
+        """The disk's layers below the writable one were merged: these have the same content."""
+        await self._disks.replace(running.disk, layers)
+
     async def rehome(self, running: Running, captured: Captured, shape: Shape) -> None:
         """A paused machine's RAM is made of the layer that was just captured from it, too: its pages become mappings of
         files, as far as that is quick. So they are shared, and the next capture need not look at them.

@@ -344,6 +344,10 @@ class Blocks:
 
         return await self._call(once, again)
 
+    async def replace(self, image: str, layers: Sequence[Path]) -> None:
+        """Serve a writable image from other sealed layers of the same content below its writable one."""
+        await self._call(lambda client: client.replace(image, layers))
+
     async def seal(self, data: Path, index: Path) -> None:
         """Seal a writable layer in place, durably; no-op if it is sealed."""
         await self._call(lambda client: client.seal(data, index))

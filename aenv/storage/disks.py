@@ -66,6 +66,11 @@ class Disks:
         await self._blocks.restack(disk.image, data, index_of(data))
         disk.layers, disk.upper = (*disk.layers, disk.upper), upper
 
+    async def replace(self, disk: OpenDisk, layers: Sequence[str]) -> None:
+        """Have a live disk use other layers of the same content in its folder; the old ones are of no use then."""
+        await self._blocks.replace(disk.image, [disk.folder / name for name in layers])
+        disk.layers = tuple(layers)
+
     async def seal(self, folder: Path, layers: Sequence[str]) -> None:
         """Make the layers durable and sealed; nothing to do for those that are."""
         for name in layers:

@@ -21,6 +21,7 @@ import pytest
 
 from aenv._native.lsmt import Layer, Stack, Writer
 from aenv.errors import AenvError, ConflictError, InvalidInputError, NotFoundError, UnavailableError
+from aenv.snapshot.compaction import compact
 from ublk.client import BlockClient
 from ublk.protocol import MAX_FRAME, VERSION
 
@@ -251,6 +252,51 @@ def test_restack_of_a_disk_in_use(tmp_path: Path) -> None:
             os.close(fd)
         files = [Layer(layer) for layer in layers]
         assert Stack([*files, Layer(tmp_path / "9.data", tmp_path / "9.index")]).read(0, SIZE) == model
+
+    run(tmp_path, body)
+
+
+def test_merged_layers_take_the_place_of_those_of_a_live_disk(tmp_path: Path) -> None:
+    """Again and again, under a writer: a disk of any number of restacks never has many layers."""
+
+    async def body(server: Blockd, client: BlockClient) -> None:
+        data, index = server.folder / "disk.data", server.folder / "disk.index"
+        await client.create(data, index, SIZE)
+        found = await client.open("disk", data=data, index=index)
+        layers: list[Path] = []
+        model = bytearray(SIZE)
+        fd = os.open(found["path"], os.O_RDWR)
+        try:
+            for round_number in range(1, 31):
+                for page in random.Random(round_number).sample(range(SIZE // 4096), 20):
+                    content = (round_number * 1000 + page).to_bytes(8, "little") * 512
+                    await asyncio.to_thread(os.pwrite, fd, content, page * 4096)
+                    model[page * 4096 : page * 4096 + 4096] = content
+                upper = tmp_path / f"{round_number}.data", tmp_path / f"{round_number}.index"
+                sealed_now = await client.restack("disk", *upper)
+                await client.seal(sealed_now, index)
+                index, layers = upper[1], [*layers, sealed_now]
+                if len(layers) == 5:
+                    merged = tmp_path / f"merged{round_number}"
+                    await compact(layers, merged, below=False)
+                    await client.replace("disk", [merged])
+                    for layer in layers:
+                        layer.unlink()
+                    layers = [merged]
+                    assert (await client.list_images())[0]["layers"] == [str(merged)]
+                assert await asyncio.to_thread(os.pread, fd, SIZE, 0) == model
+        finally:
+            os.close(fd)
+        with pytest.raises(ConflictError):
+            await client.replace("disk", [tmp_path / "30.data"])  # its own writable layer
+        with pytest.raises(NotFoundError):
+            await client.replace("disk", [tmp_path / "nothing"])
+        with pytest.raises(InvalidInputError, match="layers"):
+            await client.replace("disk", [])
+        await client.open("read-only", layers)
+        with pytest.raises(ConflictError):
+            await client.replace("read-only", layers)
+        assert await asyncio.to_thread(Path(found["path"]).read_bytes) == model
 
     run(tmp_path, body)
 

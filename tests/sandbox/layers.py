@@ -122,6 +122,13 @@ class FakeBlocks:
         found.data, found.index, found.upper = data, index, {}
         return sealed
 
+    async def replace(self, image: str, layers: Sequence[Path]) -> None:
+        await self.host.step("replace")
+        found = self._find(image)
+        before = merged(found.below)
+        found.layers, found.below = list(layers), [content_of(layer) for layer in layers]
+        assert merged(found.below) == before, "a merged layer has another content"
+
     async def seal(self, data: Path, index: Path) -> None:
         await self.host.step("seal")
         if any(image.data == data for image in self.images.values()):
