@@ -1,8 +1,8 @@
 """Chains of layers stay short: in the background, neighbouring layers of a sandbox become one.
 
-What is merged is the record's list, from which the next machine and the next snapshot are made, and the live disk's. The
-RAM of a running machine goes on with the files it has; snapshots keep theirs, and get short chains because those of their
-sandboxes are.
+What is merged is the record's list, from which the next machine and the next snapshot are made, and the live disk's.
+The RAM of a running machine goes on with the files it has; snapshots keep theirs, and get short chains because those of
+their sandboxes are.
 """
 
 from __future__ import annotations

@@ -136,7 +136,7 @@ class Lifecycle:
             before = (record.disk, record.memory, record.upper)
             try:
                 if memory:
-                    captured = await self.machines.capture(running, restack=False)
+                    captured = await self.machines.capture(running, sandbox.template.machine, restack=False)
                     record.memory, record.state_file = [*running.memory_layers, captured.memory], captured.state
                     stats = captured.stats
                     detail = f"{reason}; {stats.stored_pages} pages in {stats.total_s * 1000:.0f} ms"

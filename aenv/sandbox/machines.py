@@ -96,7 +96,7 @@ class Running:
     # What its RAM was made of, files in the disk's folder; empty after a cold boot. The next capture's layer belongs on
     # top of these: if `remember` of the last one failed, it is not among them.
     memory_layers: tuple[str, ...]
-    memory: MemoryMap | None  # the same, as the next capture compares with it
+    memory: MemoryMap | None  # the same, as the next capture compares with it; None as long as nobody has looked
     closed: asyncio.Future[None] = field(default_factory=_future)  # done when connections must be dropped
     retrying: bool = False  # a failed disk request is being tried again
     console: int = 0  # bytes of the guest's serial console that were read as lines
@@ -362,7 +362,7 @@ class Machines:
 
     # Capture
 
-    async def capture(self, running: Running, *, restack: bool) -> Captured:
+    async def capture(self, running: Running, shape: Shape, *, restack: bool) -> Captured:
         """Stop the vCPUs and write device state and changed memory into the sandbox's directory.
 
         With `restack` the disk gets a new writable layer at the same moment. The machine stays paused, whatever
@@ -375,6 +375,7 @@ class Machines:
             if restack:
                 await self._disks.restack(running.disk)
 
+        await self.ready_to_capture(running, shape)
         captured = await capture(
             running.vm, state=state, layer=layer, parent=running.memory, beside=beside, ahead=restack
         )
@@ -390,19 +391,26 @@ class Machines:
 
     async def rehome(self, running: Running, captured: Captured, shape: Shape) -> None:
         """A paused machine's RAM is made of the layer that was just captured from it, too: its pages become mappings of
-        files, as far as that is quick. So they are shared, and the next capture need not look at them.
+        the file, as far as that is quick. So they are shared, and the next capture need not look at them.
 
         After VmmError the machine is good for nothing but `end`; after any other error it may run on.
         """
-        await self.remember(running, shape, [*running.memory_layers, captured.memory])
-        assert running.memory is not None
-        await rehome(running.vm, captured.stats, running.memory)
+        size, layer = shape.memory_mib << 20, running.disk.folder / captured.memory
+        content = await asyncio.to_thread(memory_map, size, None, [layer], self._zero(size), limit=None)
+        running.memory_layers, running.memory = (*running.memory_layers, captured.memory), None
+        if content is not None:
+            await rehome(running.vm, captured.stats, content)
 
     async def remember(self, running: Running, shape: Shape, layers: Sequence[str]) -> None:
         """These layers in the disk's folder are what the machine's memory is compared with in the next capture."""
         paths = [running.disk.folder / name for name in layers]
         running.memory = await self._map(shape, paths, limit=None) if layers else None
         running.memory_layers = tuple(layers)
+
+    async def ready_to_capture(self, running: Running, shape: Shape) -> None:
+        """Know what the machine's memory is compared with: the next capture, which needs that, is quicker."""
+        if running.memory is None:
+            await self.remember(running, shape, running.memory_layers)
 
     async def settle(self, checkpoint: Checkpoint) -> None:
         """Make all files of a checkpoint durable."""

@@ -148,7 +148,7 @@ class Snapshots:
         captured, whole = None, True
         try:
             if memory:
-                captured = await self._machines.capture(running, restack=True)
+                captured = await self._machines.capture(running, sandbox.template.machine, restack=True)
             else:
                 await self._machines.restack(running)
             self.note_restack(sandbox, running)
@@ -165,6 +165,10 @@ class Snapshots:
                 log.exception("capture of sandbox %s failed", sandbox.id)
             raise
         await self._go_on(sandbox, running, state)
+        try:
+            await self._machines.ready_to_capture(running, sandbox.template.machine)
+        except (AenvError, OSError) as error:  # the next capture tries again, and says so if it must
+            log.warning("sandbox %s: %s", sandbox.id, error)
         return Checkpoint(
             running.disk.folder,
             sandbox.template.machine,

@@ -13,7 +13,7 @@ from aenv.vmm.base import MAX_EXTENTS, PAGE, MemoryMap, Vm
 # Linux lets a process have 65530 mappings (vm.max_map_count).
 MAPPING_LIMIT = 30_000
 # One costs 4 to 9 µs while the guest is stopped; pages outside of them are compared again next time.
-EXTENT_LIMIT = 512
+EXTENT_LIMIT = 384
 
 
 async def rehome(vm: Vm, stats: CaptureStats, content: MemoryMap, limit: int = EXTENT_LIMIT) -> int:

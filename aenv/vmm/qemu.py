@@ -53,6 +53,9 @@ UID_BASE = 0x7000_0000
 UID_COUNT = 0x0FFF_FFFF
 GROUP = UID_BASE
 
+# Emulated: "fast string" instructions go byte by byte, and each access of the kernel to user memory ends a block of
+# translated code because of SMAP. Without both, writing and reading 100 MiB in the guest takes 290 ms instead of 750.
+TCG_CPU = "max,erms=off,fsrm=off,smap=off"
 # Mappings that a process may have (vm.max_map_count, unless somebody has changed it), and what QEMU itself needs.
 MAPPINGS_LIMIT = 65530
 OWN_MAPPINGS = 1000
@@ -121,7 +124,7 @@ class QemuVmm(Vmm):
     @property
     def cpu_model(self) -> str:
         """What `-cpu` gets; a snapshot needs the same."""
-        return "max" if self.kind is VmmKind.QEMU_TCG else "host"
+        return TCG_CPU if self.kind is VmmKind.QEMU_TCG else "host"
 
     async def boot(self, machine: Machine, *, disk: Disk, nic: Nic | None, run_dir: Path) -> Vm:
         return await self._start(machine, disk, nic, run_dir)
