@@ -16,14 +16,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
-from aenv.agent.client import ENVD_PORT, Agent, identity
-from aenv.agent.process import Ended, Processes
+from aenv.agent.client import Agent
 from aenv.errors import GuestError, NotFoundError, VmmError
-from aenv.http.client import Connection
 from aenv.network.base import GUEST_MAC, Policy
 from aenv.network.pool import SlotPool
 from aenv.network.slot import Slot
+from aenv.sandbox.rehearsal import CONNECT_TIMEOUT, rehearse
 from aenv.sandbox.store import Machine, Record
+from aenv.sandbox.working_sets import WorkingSets
 from aenv.snapshot.capture import CaptureStats, capture, sync_capture
 from aenv.snapshot.checkpoint import INDEX_SUFFIX, LAYER_SUFFIX, STATE_SUFFIX, Checkpoint, new_layer_id
 from aenv.snapshot.manifest import MANIFEST_NAME
@@ -45,9 +45,7 @@ ID_ALPHABET = string.ascii_lowercase + string.digits
 WARM_MARK = ".warm"  # in the directory of a machine that waits in the pool
 WARM_UP_TIMEOUT = 120  # seconds; a busy host leaves it little time
 WARM_UP_QUIET = 0.5  # seconds after a create: its user's first commands go before
-REHEARSALS = 2
 CONSOLE_LINE = 4096  # bytes of a line of the guest's console
-CONNECT_TIMEOUT = 5.0  # seconds; a live guest answers or refuses within a millisecond
 
 
 def new_sandbox_id() -> str:
@@ -161,6 +159,7 @@ class Machines:
             broken=_has_died,
             quiet=WARM_UP_QUIET,
         )
+        self._working_sets = WorkingSets(home.cache / "working-sets")
         self._reserved: dict[str, Warmed] = {}  # by the id of the sandbox that gets it
 
     @property
@@ -349,6 +348,7 @@ class Machines:
         size = shape.memory_mib << 20
         base = await self._memory.open(layers[:1])
         found = await asyncio.to_thread(memory_map, size, base, layers[1:], self._zero(size), limit=limit)
+        await self._working_sets.read_ahead(MemoryMap.whole(base, size), layers[0].name)
         if found is None:  # too scattered to be mapped piece by piece
             found = memory_map(size, await self._memory.open(layers), [], self._zero(size))
             assert found is not None
@@ -521,8 +521,9 @@ class Machines:
             set_background(running.vm.pid, True)
             await running.vm.resume()
             async with asyncio.timeout(WARM_UP_TIMEOUT):
-                await _rehearse(running.slot, template)
+                await rehearse(running.slot, template)
             await running.vm.pause()
+            await self._working_sets.record(running.vm, running.memory_layers, template.machine)
         except BaseException as error:
             await self._discard_warmed(warmed)
             if isinstance(error, TimeoutError):
@@ -562,30 +563,3 @@ def _result(outcome: T | BaseException) -> T:
     if isinstance(outcome, BaseException):
         raise outcome
     return outcome
-
-
-async def _rehearse(slot: Slot, template: Template) -> None:
-    """Initialise the agent and run a command, as for a sandbox that nobody will get to see."""
-
-    async def connect(port: int) -> socket.socket:
-        return await slot.connect(port, CONNECT_TIMEOUT)
-
-    async def dial() -> Connection:
-        return await Connection.open(await connect(ENVD_PORT))
-
-    context = template.manifest.context
-    for _ in range(REHEARSALS):
-        body = identity(
-            "rehearsal",
-            template.id,
-            token=None,
-            env=context.env,
-            user=context.user,
-            workdir=context.workdir or "",
-            incarnation="rehearsal",
-            machine_id=secrets.token_hex(16),
-        )
-        await Agent(connect, None).init(body)
-        async for event in Processes(dial, {"Host": "guest"}).start("/bin/bash", ["-l", "-c", "true"]):
-            if isinstance(event, Ended) and event.exit_code != 0:
-                raise GuestError(f"a command of a fresh guest ended with {event.status}")

@@ -325,7 +325,11 @@ def rehearsed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         await slot.host.step("rehearse")
         seen.append(slot.vm.pid)
 
-    monkeypatch.setattr("aenv.sandbox.machines._rehearse", rehearse)
+    async def record(vm: FakeVm) -> list[tuple[int, int]]:
+        return [(0, 4096)]
+
+    monkeypatch.setattr("aenv.sandbox.machines.rehearse", rehearse)
+    monkeypatch.setattr("aenv.sandbox.working_sets.record_working_set", record)
     monkeypatch.setattr("aenv.sandbox.machines.set_background", lambda pid, yes: None)
     monkeypatch.setattr("aenv.sandbox.machines.WARM_UP_QUIET", 0)
     return seen
