@@ -26,6 +26,7 @@ struct envd {
 	struct processes *processes;  /* process.c */
 	struct watchers *watchers;    /* watch.c; NULL until fs_register() */
 	struct metrics *metrics;      /* metrics.c */
+	struct identity *identity;    /* identity.c */
 
 	char *token;            /* access token; NULL: none asked for */
 	char *default_user;     /* never NULL; whom the agent runs as until /init says otherwise */

@@ -27,6 +27,7 @@ enum http_route_flags {
 	HTTP_TOKEN = 0,       /* the access token is checked before the handler is called */
 	HTTP_PUBLIC = 1 << 0, /* no check by the server: /health, and /files, which also takes signatures */
 	HTTP_HOST = 1 << 1,   /* only from the host's addresses; no token */
+	HTTP_EARLY = 1 << 2,  /* looks at no file: called though identity.c has yet to write its own */
 };
 
 struct http_header {
@@ -47,9 +48,6 @@ struct http_request {
 	void *state;              /* the handler's own */
 	void (*on_body)(struct http_request *req, const char *data, size_t len); /* len > 0 */
 	void (*on_end)(struct http_request *req);   /* body complete (also called for an empty body) */
-	/* Once, when the complete answer has been offered to the kernel (it takes at least what fits its buffer) and before
-	 * anything else is read, on this connection or another: for work that the client need not wait for. */
-	void (*on_sent)(struct http_request *req);
 	void (*on_drain)(struct http_request *req); /* output was above HTTP_HIGH_WATER and is now empty */
 	void (*on_close)(struct http_request *req); /* last call, see above: free `state` here */
 

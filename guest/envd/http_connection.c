@@ -297,17 +297,6 @@ static void notify_drain(struct http_connection *conn)
 	}
 }
 
-/* Called in the same turn of the loop in which the answer was made, so nobody has been heard in between. */
-static void notify_sent(struct http_connection *conn)
-{
-	struct http_request *req = conn->req;
-
-	if (!req || !req->finished || !req->on_sent)
-		return;
-	req->on_sent(req);
-	req->on_sent = NULL;
-}
-
 /* One step; true when another may follow. */
 static bool connection_step(struct http_connection *conn)
 {
@@ -316,7 +305,6 @@ static bool connection_step(struct http_connection *conn)
 	if (conn->refuse && !conn->closing)
 		http_refuse(conn, conn->refuse);
 	connection_flush(conn);
-	notify_sent(conn);
 	notify_drain(conn);
 	if (conn->broken)
 		return false;

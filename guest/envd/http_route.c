@@ -4,6 +4,7 @@
 
 #include "auth.h"
 #include "http_internal.h"
+#include "identity.h"
 
 void http_route_with(struct envd *envd, const char *method, const char *path, unsigned flags, http_handler handler,
 		     const void *data)
@@ -79,6 +80,8 @@ static void call(struct http_request *req)
 			http_reply_error(req, 404, "there is nothing at this path");
 	} else {
 		req->route = route;
+		if (!(flags & HTTP_EARLY))
+			identity_write(req->envd->identity);
 		route->handler(req);
 	}
 }

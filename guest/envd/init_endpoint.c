@@ -1,9 +1,6 @@
 /* POST /init: the host tells a new or restored guest who and when it is. Everything is checked before anything is
  * changed. A timestamp older than that of the last call means a late, repeated request: it is ignored.
- *
- * The host waits for the answer before it lets anyone in, and under software emulation the write path of a file system
- * costs tens of milliseconds after a restore. So files are written behind the answer, but before the agent reads anything
- * else: whoever asks next finds them. */
+ */
 #define _GNU_SOURCE
 #include <ctype.h>
 #include <stdlib.h>
@@ -12,6 +9,7 @@
 
 #include "env.h"
 #include "http.h"
+#include "identity.h"
 #include "init_system.h"
 #include "jsonx.h"
 
@@ -31,8 +29,6 @@ struct init {
 struct body {
 	char *text;
 	size_t len;
-	/* What the files are to say, once the answer is out. */
-	char *hostname, *machine_id;
 };
 
 /* ---- RFC 3339 ---- */
@@ -162,26 +158,6 @@ static void apply_system(const struct init *init)
 		system_set_hostname(init->hostname);
 }
 
-static void write_files(struct http_request *req)
-{
-	const struct body *body = req->state;
-
-	if (body->hostname)
-		system_write_hosts(body->hostname);
-	if (body->machine_id)
-		system_write_machine_id(body->machine_id);
-	system_mark_sandbox();
-}
-
-static void write_files_later(struct http_request *req, const struct init *init)
-{
-	struct body *body = req->state;
-
-	body->hostname = init->hostname ? strdup(init->hostname) : NULL;
-	body->machine_id = init->machine_id ? strdup(init->machine_id) : NULL;
-	req->on_sent = write_files;
-}
-
 static void apply(struct envd *envd, const struct init *init)
 {
 	if (init->timestamp)
@@ -241,7 +217,7 @@ static void on_end(struct http_request *req)
 			apply(req->envd, &init);
 			if (!req->envd->no_system) {
 				apply_system(&init);
-				write_files_later(req, &init);
+				identity_set(req->envd->identity, init.hostname, init.machine_id);
 			}
 		}
 		http_add_header(req, "Cache-Control", "no-store");
@@ -257,8 +233,6 @@ static void on_close(struct http_request *req)
 	struct body *body = req->state;
 
 	free(body->text);
-	free(body->hostname);
-	free(body->machine_id);
 	free(body);
 }
 
@@ -276,5 +250,5 @@ static void init(struct http_request *req)
 
 void init_register(struct envd *envd)
 {
-	http_route(envd, "POST", "/init", HTTP_HOST, init);
+	http_route(envd, "POST", "/init", HTTP_HOST | HTTP_EARLY, init);
 }

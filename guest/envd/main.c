@@ -16,6 +16,7 @@
 
 #include "envd.h"
 #include "http.h"
+#include "identity.h"
 #include "process.h"
 #include "users.h"
 
@@ -273,7 +274,8 @@ int main(int argc, char **argv)
 	signals = watch_signals(&envd, &signal_fd);
 	envd.http = http_server_new(&envd);
 	envd.processes = processes_new(&envd);
-	if (!envd.http || !envd.processes)
+	envd.identity = identity_new(&envd);
+	if (!envd.http || !envd.processes || !envd.identity)
 		fail("starting");
 	register_all(&envd);
 	printf("listening on port %d\n", serve_on(&envd, &options));
@@ -284,6 +286,7 @@ int main(int argc, char **argv)
 	http_server_free(envd.http);
 	fs_unregister(&envd);
 	processes_free(envd.processes);
+	identity_free(envd.identity);
 	event_free(signals);
 	close(signal_fd);
 	event_base_free(envd.base);

@@ -9,6 +9,7 @@ import shutil
 import signal
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -239,6 +240,15 @@ def test_host_that_leaves_before_the_answer_still_gets_the_files(boxed: Callable
     agent.process.send_signal(signal.SIGCONT)
     assert agent.request("GET", "/health").status == 204
     assert (tmp_path / "etc/machine-id").read_text() == "a" * 32 + "\n"
+
+
+def test_files_are_written_though_nobody_asks_for_anything(boxed: Callable[..., Agent], tmp_path: Path) -> None:
+    agent = boxed(machine_id="old\n")
+    assert agent.init(machineId="a" * 32, hostname="name").status == 204
+    deadline = time.monotonic() + 20
+    while (tmp_path / "etc/machine-id").read_text() != "a" * 32 + "\n":
+        assert time.monotonic() < deadline
+        time.sleep(0.02)  # the agent's own doing: nothing tells of it
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@
 
 #include "fuzz.h"
 #include "http_internal.h"
+#include "identity.h"
 #include "path.h"
 #include "process.h"
 #include "remove.h"
@@ -362,7 +363,8 @@ static void start_agent(struct envd *envd)
 	envd->no_system = true;
 	envd->http = http_server_new(envd);
 	envd->processes = processes_new(envd);
-	CHECK(envd->http && envd->processes && getrlimit(RLIMIT_NOFILE, &envd->file_limit) == 0);
+	envd->identity = identity_new(envd);
+	CHECK(envd->http && envd->processes && envd->identity && getrlimit(RLIMIT_NOFILE, &envd->file_limit) == 0);
 	health_register(envd);
 	init_register(envd);
 	metrics_register(envd);
@@ -377,6 +379,7 @@ static void stop_agent(struct envd *envd)
 	http_server_free(envd->http);
 	fs_unregister(envd);
 	processes_free(envd->processes);
+	identity_free(envd->identity);
 	event_base_free(envd->base);
 	free(envd->metrics);
 	free(envd->token);
