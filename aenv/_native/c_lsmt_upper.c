@@ -41,6 +41,7 @@ struct upper {
     pthread_rwlock_t lock; /* the map */
     uint64_t data_end, records, synced;
     _Atomic uint64_t virtual_size;
+    atomic_bool named; /* its directory was synced: the files are found after a power loss */
     atomic_int failed; /* errno of a failed flush: what is on disk is unknown from then on */
     bool frozen;
     struct map map;
@@ -68,8 +69,6 @@ static int create_file(const char *path, const struct lsmt_header *header)
     if (fd < 0)
         return -errno;
     int rc = write_fully(fd, header, sizeof *header, 0);
-    if (!rc && fdatasync(fd))
-        rc = -errno;
     close(fd);
     if (rc)
         unlink(path);
@@ -89,9 +88,7 @@ int upper_create(const char *data, const char *index, uint64_t virtual_size, con
     if ((rc = journal_header(&header, virtual_size, uuid, parent_uuid, &seed)) || (rc = create_file(index, &header)))
         return fault_set(fault, -rc, "index", "cannot create %s: %s", index, strerror(-rc));
     header_fill(&header, LSMT_IS_HEADER | LSMT_IS_DATA, virtual_size, uuid, parent_uuid, NULL);
-    if (!(rc = create_file(data, &header)) && (rc = sync_directory(data)))
-        unlink(data);
-    if (rc) {
+    if ((rc = create_file(data, &header))) {
         unlink(index);
         return fault_set(fault, -rc, "data", "cannot create %s: %s", data, strerror(-rc));
     }
@@ -463,8 +460,21 @@ int upper_discard(struct upper *upper, uint64_t offset, uint64_t length)
     return rc;
 }
 
+/* Not when the files are made: nobody relies on an empty layer, and a disk waits for it. */
+static int sync_names(struct upper *upper)
+{
+    int rc = upper->named ? 0 : sync_directory(upper->data_path);
+    if (rc && rc != -ENOENT) /* gone with its directory: it has no name that could be kept */
+        return rc;
+    upper->named = true;
+    return 0;
+}
+
 static int flush_locked(struct upper *upper)
 {
+    int rc = sync_names(upper);
+    if (rc)
+        return rc;
     pthread_mutex_lock(&upper->append);
     uint64_t records = upper->records;
     bool clean = records == upper->synced;
