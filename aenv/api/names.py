@@ -2,13 +2,13 @@
 
 E2B's identifier of a snapshot has the tag, also the default one: `name:tag`, or `<id>:default` when it has no name.
 Its names there begin with the slug of a team. There are no teams here: a namespace is part of a name, and only when
-whoever gave the name wrote one. Inside, the default tag is never written (`aenv.storage.repository.split_name`).
+whoever gave the name wrote one. Inside, the default tag is never written (`aenv.naming.split_name`).
 """
 
 from __future__ import annotations
 
+from aenv.naming import DEFAULT_TAG
 from aenv.sandbox.service import SnapshotInfo
-from aenv.storage.repository import DEFAULT_TAG
 
 
 def with_tag(name: str) -> str:

@@ -15,8 +15,8 @@ import msgspec
 from aenv.api.models import IamBody, NewSandbox, VolumeMount
 from aenv.api.network import network_options
 from aenv.errors import InvalidInputError
+from aenv.naming import split_name
 from aenv.sandbox.service import CreateOptions, OnTimeout
-from aenv.storage.repository import split_name
 
 T = TypeVar("T")
 E = TypeVar("E", bound=StrEnum)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from aenv.agent.client import Agent
-from aenv.errors import GuestError, NotFoundError, VmmError
+from aenv.errors import GuestError, InvalidInputError, NotFoundError, VmmError
 from aenv.network.base import GUEST_MAC, Policy
 from aenv.network.pool import SlotPool
 from aenv.network.slot import Slot
@@ -282,6 +282,8 @@ class Machines:
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
             if isinstance(error, FileNotFoundError) and not source.directory.exists():
                 raise NotFoundError(f"template {template.title} does not exist") from error  # it was just deleted
+            if isinstance(error, FileNotFoundError):
+                raise VmmError(f"template {template.title} is damaged: {error.filename} is missing") from error
             raise
 
     async def restore(
@@ -306,6 +308,8 @@ class Machines:
                 await self._discard(prepared)
             if isinstance(disk, OpenDisk):
                 await self._disks.discard(disk)
+            if isinstance(error, InvalidInputError):
+                raise VmmError(f"what should be restored is damaged: {error}") from error
             if not (died and pooled):
                 raise
         else:
@@ -319,7 +323,10 @@ class Machines:
         try:
             if policy != Policy():
                 await slot.apply(policy)
-            disk = await self._disks.open(checkpoint)
+            try:
+                disk = await self._disks.open(checkpoint)
+            except InvalidInputError as error:
+                raise VmmError(f"the disk is damaged: {error}") from error
             try:
                 tap = slot.tap_fd()
                 try:

@@ -22,6 +22,7 @@ from pathlib import Path
 import msgspec
 
 from aenv.errors import ConflictError, InvalidInputError, NotFoundError
+from aenv.naming import split_name
 from aenv.snapshot.checkpoint import Checkpoint
 from aenv.snapshot.manifest import Manifest, SnapshotKind, sync_directory, write_atomically
 from aenv.vmm.base import Machine
@@ -29,10 +30,7 @@ from aenv.vmm.base import Machine
 log = logging.getLogger("aenv.storage")
 
 NAMES_FILE = "names.json"
-DEFAULT_TAG = "default"
 _ID = re.compile(r"[a-z0-9]{1,64}")
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
-_TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,17 +75,6 @@ class Template:
     def disk_size(self) -> int:
         """Bytes."""
         return self.manifest.disk.size
-
-
-def split_name(text: str, field: str = "template") -> str:
-    """A template's name as it is stored: `name`, or `name:tag` when the tag is not the default one.
-
-    Raises InvalidInputError naming `field`.
-    """
-    name, colon, tag = text.partition(":")
-    if not _NAME.fullmatch(name) or ".." in name or (colon and not _TAG.fullmatch(tag)):
-        raise InvalidInputError(field, f"{text!r} is not a template name")
-    return name if not colon or tag == DEFAULT_TAG else text
 
 
 def new_template_id() -> str:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 from aenv.errors import ConflictError, LimitError, NotFoundError, UnavailableError
+from aenv.naming import split_name
 from aenv.observe import events
 from aenv.observe.logs import LogEntry, LogQuery, LogStore
 from aenv.observe.metrics import MetricPoint, MetricStore
@@ -25,7 +26,6 @@ from aenv.sandbox.service import (
     TemplateInfo,
     TreeNode,
 )
-from aenv.storage.repository import split_name
 
 EPOCH = datetime(2026, 1, 1, tzinfo=UTC)
 

@@ -27,6 +27,7 @@ from aenv.network.pool import SlotPool
 from aenv.snapshot.capture import Captured, CaptureStats
 from aenv.storage.blocks import Blocks
 from aenv.vmm.base import Disk, Exit, Machine, MemoryMap, MemoryRegion, Nic, Vmm, VmmKind, VmState
+from aenv.vmm.qemu import TCG_CPU
 from tests.sandbox.layers import Content, FakeBlocks, FakeImage, content_of, merged
 
 METRICS = {
@@ -224,7 +225,7 @@ class FakeVm:
 class FakeVmm:
     kind = VmmKind.QEMU_TCG
     version = "7.2"
-    cpu_model = "max"
+    cpu_model = TCG_CPU
     devices = "microvm-2"
 
     def __init__(self, host: Host) -> None:

@@ -13,7 +13,7 @@ import pytest
 from aenv.errors import InvalidInputError, NotFoundError, UnavailableError
 from aenv.snapshot.manifest import MANIFEST_NAME, BootFile, Context, Disk, Manifest, SnapshotKind
 from aenv.vmm.base import Machine, VmmKind
-from aenv.vmm.qemu import QemuVmm
+from aenv.vmm.qemu import TCG_CPU, QemuVmm
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def manifest(tmp_path: Path) -> Manifest:
         created=1.5,
         vmm_kind=VmmKind.QEMU_TCG,
         vmm_version="7.2.22",
-        cpu_model="max",
+        cpu_model=TCG_CPU,
         devices="microvm-2",
         vcpus=2,
         memory_mib=512,

@@ -9,6 +9,7 @@ from typing import Any
 from aenv.snapshot.manifest import BootFile, Disk, Manifest, SnapshotKind
 from aenv.storage.repository import Repository, Template
 from aenv.vmm.base import VmmKind
+from aenv.vmm.qemu import TCG_CPU
 
 DISK_SIZE = 1 << 20
 
@@ -22,7 +23,7 @@ def manifest(identity: str, **changes: Any) -> Manifest:
         "created": 1000.0,
         "vmm_kind": VmmKind.QEMU_TCG,
         "vmm_version": "7.2",
-        "cpu_model": "max",
+        "cpu_model": TCG_CPU,
         "devices": "microvm-2",
         "vcpus": 1,
         "memory_mib": 128,

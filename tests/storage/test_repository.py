@@ -11,8 +11,9 @@ import msgspec
 import pytest
 
 from aenv.errors import ConflictError, InvalidInputError, NotFoundError
+from aenv.naming import split_name
 from aenv.snapshot.manifest import SnapshotKind
-from aenv.storage.repository import NAMES_FILE, Repository, split_name
+from aenv.storage.repository import NAMES_FILE, Repository
 from tests.storage.templates import committed, manifest, snapshot_of, staged
 
 ROOT = Path(__file__).parents[2]
