@@ -319,8 +319,8 @@ class Lifecycle:
             await asyncio.wait([running.vm.exited], timeout=0.05)  # it boots: nothing tells when its agent listens
 
     async def _tell(self, agent: Agent, body: Init, running: Running, deadline: float) -> float:
-        """One POST /init. The guest sets its clock somewhere between our question and its answer, so it is told the time
-        in the middle of that, as far as the answers before tell. Returns how late its clock may be, in seconds."""
+        """One POST /init. The guest sets its clock somewhere between our question and its answer, so it is told the
+        time in the middle of that, as far as the answers before tell. Returns how late its clock may be, in seconds."""
         loop = asyncio.get_running_loop()
         began, ahead = loop.time(), min(self._answers / 2, CLOCK_AHEAD)
         body.timestamp = (datetime.now(UTC) + timedelta(seconds=ahead)).isoformat()
