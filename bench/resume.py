@@ -97,7 +97,7 @@ async def _paused(node: Node, template: Template) -> AsyncIterator[Checkpoint]:
             await running.vm.resume()
             await running.agent(None).init(_identity(name, template))
             await Guest.behind(running).true()
-            captured = await machines.capture(running, restack=False)
+            captured = await machines.capture(running, template.machine, restack=False)
         finally:
             await machines.end(running)
         checkpoint = Checkpoint(
