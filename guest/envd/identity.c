@@ -9,7 +9,7 @@
 #include "identity.h"
 #include "init_system.h"
 
-enum { DELAY_MS = 250 };
+enum { DELAY_S = 1 };
 
 struct identity {
 	struct event *timer;
@@ -53,7 +53,7 @@ static void replace(char **where, const char *text)
 
 void identity_set(struct identity *identity, const char *hostname, const char *machine_id)
 {
-	const struct timeval delay = {0, DELAY_MS * 1000};
+	const struct timeval delay = {DELAY_S, 0};
 
 	replace(&identity->hostname, hostname);
 	replace(&identity->machine_id, machine_id);
