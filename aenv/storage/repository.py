@@ -173,18 +173,6 @@ class Repository:
             if kind is SnapshotKind.TEMPLATE:
                 raise ConflictError(f"the name {name} belongs to a template")
 
-    def replace(self, template: Template, manifest: Manifest) -> Template:
-        """Give a template or snapshot another manifest, in one step: its layers were compacted. New files are in its
-        directory already; those that the new manifest does not name go."""
-        if not template.directory.is_dir():
-            raise NotFoundError(f"template {template.id} does not exist")
-        manifest.save(template.directory)
-        self._manifests[template.id] = manifest
-        new = Template(template.directory, manifest, template.names)
-        for name in template.checkpoint.files - new.checkpoint.files:
-            (template.directory / name).unlink(missing_ok=True)
-        return new
-
     def _template(self, identity: str, names: dict[str, str]) -> Template:
         directory = self._directory / identity
         manifest = self._manifests.get(identity)

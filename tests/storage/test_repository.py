@@ -7,7 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from aenv.errors import ConflictError, InvalidInputError, NotFoundError
@@ -239,37 +238,6 @@ def test_deleting_a_snapshot_leaves_the_layers_of_others(repository: Repository,
     snapshot = repository.commit(source)
     repository.delete(base.id)
     assert [path.read_bytes() for path in snapshot.checkpoint.memory_layers] == [b"{}", b"m2"]
-
-
-def test_replace_changes_the_layers_in_one_step(repository: Repository, folder: Path) -> None:
-    template = committed(repository, folder, "base", memory=["m1.lsmt", "m2.lsmt"])
-    observer = again(repository)
-    merged = msgspec.structs.replace(template.manifest, memory=["merged.lsmt"])
-    (template.directory / "merged.lsmt").write_bytes(b"merged")
-    new = repository.replace(template, merged)
-    assert new == repository.find("base") == observer.find("base") == again(repository).find("base")
-    assert sorted(p.name for p in template.directory.iterdir()) == sorted(["manifest.json", *new.checkpoint.files])
-    assert new.checkpoint.memory_layers[0].read_bytes() == b"merged"
-    repository.delete(new.id)
-    with pytest.raises(NotFoundError):
-        repository.replace(new, merged)
-
-
-def test_a_replacement_that_cannot_be_written_changes_nothing(
-    repository: Repository, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    template = committed(repository, folder, "base")
-    merged = msgspec.structs.replace(template.manifest, memory=["merged.lsmt"])
-
-    def fail(fd: int) -> None:
-        raise OSError("disk failure")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", fail)
-        with pytest.raises(OSError, match="disk failure"):
-            repository.replace(template, merged)
-    assert repository.find("base") == again(repository).find("base") == template
-    assert all(path.exists() for path in template.checkpoint.memory_layers)
 
 
 WORKER = """
