@@ -52,13 +52,12 @@ class Checkpoint:
         """The names of all its files."""
         return {*self.disk, *self.memory, *([] if self.state is None else [self.state])}
 
-    def link_into(self, directory: Path, *, state: bool = True) -> Checkpoint:
+    def link_into(self, directory: Path) -> Checkpoint:
         """The same checkpoint in another directory of the same file system: hard links, no copies.
 
         What is there already stays. Raises OSError.
         """
-        names = self.files if state or self.state is None else self.files - {self.state}
-        for name in names:
+        for name in self.files:
             try:
                 os.link(self.directory / name, directory / name)
             except FileExistsError:
@@ -67,9 +66,7 @@ class Checkpoint:
         for name in self.disk:  # after the layers: one that is sealed meanwhile needs it no more
             with suppress(FileNotFoundError, FileExistsError):
                 os.link(index_of(self.directory / name), index_of(directory / name))
-        return Checkpoint(
-            directory, self.machine, self.disk, self.disk_size, self.memory, self.state if state else None
-        )
+        return Checkpoint(directory, self.machine, self.disk, self.disk_size, self.memory, self.state)
 
 
 def index_of(layer: Path) -> Path:
