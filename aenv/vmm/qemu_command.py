@@ -25,7 +25,10 @@ TRANSLATION_CACHE_MIB = 256  # a bound on what emulated code costs per machine; 
 
 
 def machine_arguments(machine: Machine, kind: VmmKind, cpu_model: str, monitor: int) -> list[str]:
-    accel = f"tcg,thread=multi,tb-size={TRANSLATION_CACHE_MIB}" if kind is VmmKind.QEMU_TCG else "kvm"
+    # With a thread for each vCPU, one may go on running code that another has replaced: a guest of two vCPUs panics
+    # when its kernel patches itself. One thread for all of them translates in order.
+    threads = "multi" if machine.vcpus == 1 else "single"
+    accel = f"tcg,thread={threads},tb-size={TRANSLATION_CACHE_MIB}" if kind is VmmKind.QEMU_TCG else "kvm"
     return [
         "-M", "microvm,acpi=on,rtc=on,isa-serial=on,memory-backend=ram,suppress-vmdesc=on",
         "-accel", accel,

@@ -153,7 +153,7 @@ def boot(kernel: Kernel, initrd: Path, tmp_path: Path) -> Iterator[Boot]:
             disks = ["-blockdev", f"driver=file,filename={disk},node-name=disk", "-device",
                      "virtio-blk-device,drive=disk"] if disk else []  # fmt: skip
             process = subprocess.Popen(
-                ["qemu-system-x86_64", "-M", "microvm,acpi=on,rtc=on,isa-serial=on", "-accel", "tcg,thread=multi",
+                ["qemu-system-x86_64", "-M", "microvm,acpi=on,rtc=on,isa-serial=on", "-accel", "tcg,thread=single",
                  "-cpu", "max", "-m", str(memory_mib), "-smp", str(vcpus), "-nodefaults", "-no-user-config",
                  "-display", "none", "-no-reboot", "-chardev", f"file,id=serial,path={serial}", "-serial",
                  "chardev:serial", "-netdev", f"tap,id=net,fd={tap},vhost=off", "-device",

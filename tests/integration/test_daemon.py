@@ -109,7 +109,8 @@ def consistent(daemon: Daemon) -> dict[str, str]:
     """What is listed is all there is on the disk, and is running or paused. Returns the list."""
     boxes = daemon.list()
     assert set(boxes.values()) <= {"running", "paused"}
-    assert daemon.folders() == set(boxes)
+    daemon.wait_for_folders(set(boxes))
+    assert set(boxes) <= daemon.folders()
     return boxes
 
 

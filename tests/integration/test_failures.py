@@ -123,7 +123,8 @@ def refused(daemon: Daemon, template: str) -> tuple[int, str]:
     """Status and message of a create that fails, after which there is nothing of it."""
     before = (daemon.list(), daemon.folders())
     status, answer = daemon.request("POST", "/v2/sandboxes", {"templateID": template, "timeout": 60})
-    assert (daemon.list(), daemon.folders()) == before
+    assert daemon.list() == before[0]
+    daemon.wait_for_folders(before[1])
     return status, answer["message"]
 
 

@@ -35,9 +35,11 @@ class Machine:
             listening.listen(1)
             self._process = subprocess.Popen(
                 [
-                    "qemu-system-x86_64", "-accel", "tcg,thread=multi", "-M", "q35", "-smp", "2", "-m", str(MEMORY_MIB),
+                    # One thread for both vCPUs: with two, one may run code that the other has just patched.
+                    "qemu-system-x86_64", "-accel", "tcg,thread=single", "-M", "q35", "-smp", "2",
                     # With ERMS the kernel copies to user space by `rep movsb`, which is emulated byte by byte.
-                    "-cpu", "max,erms=off", "-nodefaults", "-no-user-config", "-no-reboot", "-display", "none",
+                    "-cpu", "max,erms=off", "-m", str(MEMORY_MIB), "-nodefaults", "-no-user-config", "-no-reboot",
+                    "-display", "none",
                     "-kernel", str(kernel.boot_image), "-initrd", str(initramfs), "-append", command_line(),
                     "-serial", f"file:{self._console}", "-serial", f"unix:{path}",
                     *self._disk("root", root, "cache.no-flush=on"), *self._disk("data", data, "cache.no-flush=on"),
