@@ -54,6 +54,9 @@ CLOCK_TOLERANCE = 0.08  # seconds that it may be late without being set again
 HEALTH_TIMEOUT = 5.0  # seconds
 SYNC_TIMEOUT = 30.0  # seconds in which a guest has to write its dirty pages to its disk
 IO_RETRY_FIRST, IO_RETRY_LAST = 0.05, 5.0  # seconds until a failed disk request is tried again
+# Seconds that a pause gives a guest to finish what it is at. A program that is stopped while it starts has to do the
+# expensive part of that once more when it is resumed: what was translated and cached for it goes with the process.
+QUIET_TIME = 0.06
 PAUSE_RETRY = 30.0  # seconds until an automatic pause that failed is tried again
 LINEAGE = 64  # ancestors that a record remembers
 ALIVE = (
@@ -139,6 +142,7 @@ class Lifecycle:
             before = (record.disk, record.memory, record.upper)
             try:
                 if memory:
+                    await running.vm.quiet(QUIET_TIME)
                     captured = await self.machines.capture(running, sandbox.template.machine, restack=False)
                     record.memory, record.state_file = [*running.memory_layers, captured.memory], captured.state
                     stats = captured.stats

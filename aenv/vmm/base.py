@@ -171,6 +171,11 @@ class Vm(ABC):
         """PREPARED → PAUSED: load the device state that `save_state` wrote."""
 
     @abstractmethod
+    async def quiet(self, patience: float) -> bool:
+        """Wait until the vCPUs have had nothing to do for some milliseconds, at most `patience` seconds. Tells whether
+        that came; a machine that does not run has nothing to do."""
+
+    @abstractmethod
     async def pause(self) -> None:
         """RUNNING or IO_ERROR → PAUSED: stop the vCPUs and drain disk requests. No-op when paused."""
 

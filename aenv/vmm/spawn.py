@@ -42,6 +42,8 @@ PACKAGES = {
 # What the administration tools live in and a user's PATH may lack.
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 OUTPUT_LIMIT = 64 << 20  # bytes of a tool's output that are read back
+# include/linux/posix-timers.h: the clock of a process's CPU time has its pid, inverted, above these three bits.
+CPUCLOCK_SCHED = 2
 ERROR_TAIL = 2000  # characters of its last words in an error message
 
 Command = Sequence[str | os.PathLike[str]]
@@ -173,6 +175,14 @@ class Process:
     @property
     def alive(self) -> bool:
         return self._pidfd >= 0
+
+    def cpu_time(self) -> int:
+        """Nanoseconds of CPU time that all its threads have used. 0 when the process has ended."""
+        if self._pidfd < 0:
+            return 0
+        with suppress(OSError):  # it has just ended
+            return time.clock_gettime_ns(~self.pid << 3 | CPUCLOCK_SCHED)
+        return 0
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal; no-op when the process has ended."""

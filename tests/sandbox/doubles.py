@@ -172,6 +172,10 @@ class FakeVm:
         await self._do("resume", VmState.PAUSED, VmState.RUNNING, VmState.IO_ERROR)
         self.state = VmState.RUNNING
 
+    async def quiet(self, patience: float) -> bool:
+        await self._do("quiet")
+        return True
+
     async def pause(self) -> None:
         await self._do("vm.pause", VmState.PAUSED, VmState.RUNNING, VmState.IO_ERROR)
         self.state = VmState.PAUSED

@@ -20,7 +20,7 @@ from aenv.vmm.base import Disk, MemoryMap, VmmKind, VmState
 from aenv.vmm.qemu import QemuVmm
 from aenv.vmm.qemu_command import SERIAL_RING
 from aenv.vmm.spawn import process_start_time, processes_in
-from tests.vmm.guest import MEMORY_MIB, Guest, console, killed, load, new_disk, prepared, write_command
+from tests.vmm.guest import MEMORY_MIB, PATIENCE, Guest, console, killed, load, new_disk, prepared, write_command
 
 pytestmark = pytest.mark.vm
 
@@ -63,6 +63,25 @@ def test_what_the_guest_writes_stays_on_its_disk(guest: Guest, tmp_path: Path):
             await load(vm, guest.state, disk)
             await vm.resume()
             await console(vm, "shown saved 42")
+
+    asyncio.run(main())
+
+
+def test_quiet_tells_a_guest_that_works_from_one_that_waits(guest: Guest, tmp_path: Path):
+    async def main() -> None:
+        disk = new_disk(tmp_path / "disk", "HELLO")
+        async with killed(await prepared(guest, tmp_path / "run")) as vm:
+            await load(vm, guest.state, disk)
+            assert await vm.quiet(0), "it does not run"
+            await vm.resume()
+            await console(vm, ": HELLO")
+            assert await vm.quiet(PATIENCE), "it sleeps between looks at its disk"
+            write_command(disk.path, "FLOOD")
+            await console(vm, "quick brown fox")
+            assert not await vm.quiet(0.1)
+            await vm.pause()
+            assert await vm.quiet(0)
+        assert await vm.quiet(PATIENCE), "it is gone"
 
     asyncio.run(main())
 

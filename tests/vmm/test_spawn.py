@@ -207,6 +207,24 @@ def test_background_and_back(loop_run):
     assert loop_run(main()) == [os.SCHED_OTHER, os.SCHED_IDLE, os.SCHED_OTHER]
 
 
+def test_cpu_time_is_that_of_all_threads_and_stands_still_while_it_waits(loop_run):
+    async def main() -> None:
+        busy = "import threading; [threading.Thread(target=lambda: [0 for _ in iter(int, 1)]).start() for _ in '12']"
+        child = spawn([sys.executable, "-c", busy])
+        while child.cpu_time() < 50_000_000:
+            await asyncio.sleep(0.01)
+        child.signal(signal.SIGSTOP)
+        used = 0
+        while used != child.cpu_time():  # its threads stop one after the other
+            used = child.cpu_time()
+            await asyncio.sleep(0.02)
+        assert used >= 50_000_000
+        await child.kill()
+        assert child.cpu_time() == 0
+
+    loop_run(main())
+
+
 @pytest.mark.root
 def test_child_runs_as_the_unprivileged_user(loop_run, tmp_path: Path):
     log = tmp_path / "log"
