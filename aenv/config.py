@@ -73,6 +73,8 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("vmm.kind", _choice("auto", "qemu-kvm", "qemu-tcg"), "auto", "VM monitor; auto takes the best there is"),
     Setting("vmm.pool", _whole(0, 64), 2, "VMM processes kept ready per hot snapshot"),
     Setting("vmm.pool_max", _whole(0, 256), 16, "what demand (forks, resumes) may raise that to for a while"),
+    Setting("vmm.parked", _whole(0, 256), 8, "machines of paused sandboxes kept for a resume that comes soon"),
+    Setting("vmm.parked_time", _whole(1, 86400), 60, "how long one is kept, in seconds"),
     Setting("vmm.hot", _whole(0, 64), 2, "how many snapshots have a pool at a time (the last used ones)"),
     Setting("network.pool", _whole(0, 256), 4, "network slots kept ready"),
     Setting("network.max", _whole(1, 4096), 1024, "network slots that may exist at a time"),

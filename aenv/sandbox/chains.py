@@ -63,7 +63,9 @@ class Chains:
         scratch = folder / f".{merged}"  # which `tidy` leaves alone
         await compact([folder / name for name in names], scratch, below=True)
         async with sandbox.lock:
-            record = sandbox.record
+            if sandbox.ending is not None:  # which may change what its machine is made of
+                await asyncio.wait([sandbox.ending])
+            record, machine = sandbox.record, sandbox.running or sandbox.parked
             chain = record.memory if of_memory else record.disk
             start = next((i for i in range(len(chain)) if chain[i : i + len(names)] == names), None)
             if start is None or sandbox.doomed:  # rolled back meanwhile, or gone
@@ -72,15 +74,15 @@ class Chains:
             scratch.rename(folder / merged)
             shorter = [*chain[:start], merged, *chain[start + len(names) :]]
             if of_memory:
-                if sandbox.running is not None:
-                    await self._machines.remember(sandbox.running, sandbox.template.machine, shorter)
+                if machine is not None:
+                    await self._machines.remember(machine, sandbox.template.machine, shorter)
                 record.memory = shorter
             else:
-                if sandbox.running is not None:
-                    await self._machines.replace(sandbox.running, shorter)
+                if machine is not None:
+                    await self._machines.replace(machine, shorter)
                 record.disk = shorter
             self._store.save(record)
-            self._machines.tidy(sandbox.record, sandbox.running, sandbox.former)
+            self._machines.tidy(sandbox.record, *sandbox.machines)
             log.info("sandbox %s: %d layers became one", sandbox.id, len(names))
 
 

@@ -32,6 +32,7 @@ from aenv.observe.events import Event
 from aenv.sandbox.chains import Chains
 from aenv.sandbox.live import Sandbox
 from aenv.sandbox.machines import Machines, Running
+from aenv.sandbox.parking import Parking
 from aenv.sandbox.policy import egress_policy
 from aenv.sandbox.service import (
     CreateOptions,
@@ -54,9 +55,9 @@ CLOCK_TOLERANCE = 0.08  # seconds that it may be late without being set again
 HEALTH_TIMEOUT = 5.0  # seconds
 SYNC_TIMEOUT = 30.0  # seconds in which a guest has to write its dirty pages to its disk
 IO_RETRY_FIRST, IO_RETRY_LAST = 0.05, 5.0  # seconds until a failed disk request is tried again
-# Seconds that a pause gives a guest to finish what it is at. A program that is stopped while it starts has to do the
-# expensive part of that once more when it is resumed: what was translated and cached for it goes with the process.
-QUIET_TIME = 0.06
+# Seconds after a request in which a pause waits for the guest to come to rest. It may be starting a program; one that is
+# stopped in the middle of that has the expensive part before it once more, for what was translated and cached goes.
+REST_TIME = 0.25
 PAUSE_RETRY = 30.0  # seconds until an automatic pause that failed is tried again
 LINEAGE = 64  # ancestors that a record remembers
 ALIVE = (
@@ -90,6 +91,14 @@ class Lifecycle:
         self.closing = False
         self.telemetry = Telemetry(self.envd_token)
         self.chains = Chains(machines, store)
+        self.parking = Parking(
+            machines,
+            config["vmm.parked"],
+            config["vmm.parked_time"],
+            own=self.own,
+            retire=self.retire,
+            settle=self.settle,
+        )
         self._tokens = tokens
         self._domain = domain
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -140,10 +149,13 @@ class Lifecycle:
             self.stop_timer(sandbox)
             running.close()
             before = (record.disk, record.memory, record.upper)
+            captured = None
             try:
                 if memory:
-                    await running.vm.quiet(QUIET_TIME)
-                    captured = await self.machines.capture(running, sandbox.template.machine, restack=False)
+                    await running.vm.quiet(sandbox.asked_at + REST_TIME - asyncio.get_running_loop().time())
+                    captured = await self.machines.capture(
+                        running, sandbox.template.machine, restack=self.parking.open, goes_on=False
+                    )
                     record.memory, record.state_file = [*running.memory_layers, captured.memory], captured.state
                     stats = captured.stats
                     detail = f"{reason}; {stats.stored_pages} pages in {stats.total_s * 1000:.0f} ms"
@@ -151,7 +163,9 @@ class Lifecycle:
                     await running.vm.pause()
                     record.memory, record.state_file = [], None
                     detail = f"{reason}; disk only"
-                record.disk, record.upper = [*record.disk, running.disk.upper], None
+                # A machine that may be parked has a new layer for what it will write; else its last one is to be kept.
+                last = () if running.disk.upper != record.upper else (running.disk.upper,)
+                record.disk, record.upper = [*running.disk.layers, *last], None
                 record.machine, record.unsettled = None, boot_id()
                 # The files are in the page cache, which outlives every process; `_end_former` has them reach the disk.
                 self.store.transition(record, (SandboxState.PAUSING,), SandboxState.PAUSED)
@@ -163,12 +177,14 @@ class Lifecycle:
                     log.exception("pause of sandbox %s failed", sandbox.id)
                 raise
             self.event(sandbox, Event.PAUSED, detail)
-            # The capture is whole: the process can go after the answer. Whoever resumes waits for it.
-            self.retire(sandbox, running)
+            # The capture is whole: the process can go after the answer, or wait. Whoever resumes waits for that.
+            sandbox.running = None
+            if captured is None or not self.parking.park(sandbox, running, captured):
+                self.retire(sandbox, running)
             await self.machines.expect(sandbox.template.machine)
 
     def retire(self, sandbox: Sandbox, running: Running) -> None:
-        """End a machine that is no longer on record in the background; the next resume waits for that."""
+        """End a machine that is no longer on record, in the background; the next resume waits for that."""
         sandbox.running = None
         sandbox.former = running
         sandbox.ending = self.own(self._end_former(sandbox))
@@ -184,10 +200,11 @@ class Lifecycle:
             return
         revived = running.revived()
         sandbox.running = revived
+        sandbox.note_restack(revived.disk)
         sandbox.record.machine = machine_record(revived)
         self.store.transition(sandbox.record, (SandboxState.PAUSING,), SandboxState.RUNNING)
         self.watch(sandbox, revived)
-        self.machines.tidy(sandbox.record, sandbox.running, sandbox.former)
+        self.machines.tidy(sandbox.record, *sandbox.machines)
         self.set_end(sandbox, max(sandbox.record.end_at, now() + PAUSE_RETRY))
 
     async def resume(
@@ -219,20 +236,10 @@ class Lifecycle:
         began = asyncio.get_running_loop().time()
         kept = record.memory, record.state_file
         try:
-            if sandbox.ending is not None:
-                await asyncio.wait([sandbox.ending])
-                sandbox.ending = None
-            if sandbox.former is not None:  # the first attempt failed
-                await self.machines.end(sandbox.former)
-                sandbox.former = None
-            checkpoint = sandbox.checkpoint(self.machines.directory(sandbox.id))
-            policy = egress_policy(record.options.network)
-            if memory and checkpoint.state is not None:
-                self.machines.require(sandbox.template)
-                running = await self.machines.restore(checkpoint, policy)
-            else:
-                sandbox.template.manifest.require_boot_files()
-                running = await self.machines.boot(checkpoint, policy)
+            running = await self.parking.take(sandbox) if memory else None
+            parked = running is not None
+            if running is None:
+                running = await self._remake(sandbox, memory=memory)
             if on_timeout is not None:
                 record.options = replace(record.options, on_timeout=on_timeout)
             await self._bring_up(sandbox, running, (SandboxState.RESUMING,), timeout)
@@ -242,14 +249,51 @@ class Lifecycle:
                 record.memory, record.state_file = kept
                 record.machine = None
                 self.store.transition(record, (SandboxState.RESUMING,), SandboxState.PAUSED)
-                self.machines.tidy(record, sandbox.former)
+                self.machines.tidy(record, *sandbox.machines)
+                if record.unsettled is not None:
+                    sandbox.ending = self.own(self._end_former(sandbox))
             if not isinstance(error, AenvError):
                 log.exception("resume of sandbox %s failed", sandbox.id)
             raise
-        self.machines.tidy(sandbox.record, sandbox.running, sandbox.former)
-        self.chains.look_at(sandbox)
+        if parked:
+            self.own(self._go_on(sandbox))
+        else:
+            self.machines.tidy(sandbox.record, *sandbox.machines)
+            self.chains.look_at(sandbox)
         took = (asyncio.get_running_loop().time() - began) * 1000
         self.event(sandbox, Event.RESUMED, f"in {took:.0f} ms")
+
+    async def _remake(self, sandbox: Sandbox, *, memory: bool) -> Running:
+        """A new machine for a paused sandbox."""
+        self.parking.drop(sandbox)
+        if sandbox.ending is not None:
+            await asyncio.wait([sandbox.ending])
+            sandbox.ending = None
+        if sandbox.former is not None:  # the first attempt failed
+            await self.machines.end(sandbox.former)
+            sandbox.former = None
+        checkpoint = sandbox.checkpoint(self.machines.directory(sandbox.id))
+        policy = egress_policy(sandbox.record.options.network)
+        if memory and checkpoint.state is not None:
+            self.machines.require(sandbox.template)
+            return await self.machines.restore(checkpoint, policy)
+        sandbox.template.manifest.require_boot_files()
+        return await self.machines.boot(checkpoint, policy)
+
+    async def _go_on(self, sandbox: Sandbox) -> None:
+        """Clean up after the pause of a sandbox that goes on with its machine, as soon as its files are not in use, and
+        prepare for its next pause."""
+        if sandbox.settling is not None:
+            await asyncio.wait([sandbox.settling])
+        async with sandbox.lock:
+            under_way = sandbox.settling is not None and not sandbox.settling.done()
+            if sandbox.running is None or sandbox.doomed or under_way:
+                return  # somebody else's business by now
+            sandbox.settling = None
+            self.machines.tidy(sandbox.record, *sandbox.machines)
+            await self.machines.seal(self.machines.directory(sandbox.id), sandbox.record.disk)
+            await self.machines.ready_to_capture(sandbox.running, sandbox.template.machine)
+            self.chains.look_at(sandbox)
 
     async def _bring_up(
         self, sandbox: Sandbox, running: Running, sources: tuple[SandboxState, ...], timeout: int
@@ -391,10 +435,11 @@ class Lifecycle:
         self.stop_timer(sandbox)
         sandbox.doomed = True
         running, sandbox.running = sandbox.running, None
+        self.parking.drop(sandbox)
         if running is not None:
             await self.end_machine(sandbox, running)
-        if sandbox.ending is not None:
-            await asyncio.wait([sandbox.ending])
+        if under_way := [task for task in (sandbox.ending, sandbox.settling) if task is not None]:
+            await asyncio.wait(under_way)
         if sandbox.former is not None:  # the first attempt failed
             await self._end_former(sandbox)
         await asyncio.to_thread(shutil.rmtree, self.machines.directory(sandbox.id), ignore_errors=True)
@@ -404,7 +449,10 @@ class Lifecycle:
 
     async def _end_former(self, sandbox: Sandbox) -> None:
         """End the machine of the last pause and let what it left reach the disk."""
-        if sandbox.former is None or not await self.end_machine(sandbox, sandbox.former):
+        if sandbox.settling is not None:
+            await asyncio.wait([sandbox.settling])
+            sandbox.settling = None
+        if sandbox.former is not None and not await self.end_machine(sandbox, sandbox.former):
             return
         sandbox.former = None
         if not sandbox.doomed:
@@ -413,16 +461,17 @@ class Lifecycle:
     async def settle(self, sandbox: Sandbox) -> None:
         """Make the pause of a sandbox durable. What fails now is tried again at the next resume or start."""
         record, durable = sandbox.record, True
+        checkpoint = sandbox.checkpoint(self.machines.directory(sandbox.id))
         try:
-            await self.machines.settle(sandbox.checkpoint(self.machines.directory(sandbox.id)))
+            await self.machines.settle(checkpoint)
         except (AenvError, OSError) as error:
             log.warning("the pause of sandbox %s is not on the disk yet: %s", sandbox.id, error)
             durable = False
         # A resume that waits for this has moved the record already; it has made no machine yet.
         if sandbox.doomed or sandbox.state not in (SandboxState.PAUSED, SandboxState.RESUMING):
             return
-        self.machines.tidy(record, sandbox.former)
-        if durable:
+        self.machines.tidy(record, *sandbox.machines)
+        if durable and record.state_file == checkpoint.state:
             record.unsettled = None
             self.store.save(record, durable=True)
             self.chains.look_at(sandbox)

@@ -10,6 +10,7 @@ from aenv.sandbox.machines import Running
 from aenv.sandbox.service import PauseMode, SandboxInfo, SandboxState
 from aenv.sandbox.store import Record
 from aenv.snapshot.checkpoint import Checkpoint
+from aenv.storage.disks import OpenDisk
 from aenv.storage.repository import Template
 
 ENVD_VERSION = "0.6.13"
@@ -27,7 +28,10 @@ class Sandbox:
         self.template = template
         self.running: Running | None = None
         self.former: Running | None = None  # the machine of the last pause, until it is gone: it holds the disk
-        self.ending: asyncio.Task[None] | None = None  # ends it
+        self.parked: Running | None = None  # the machine of the last pause, kept for the next resume
+        self.ending: asyncio.Task[None] | None = None  # ends the former, or makes the parked one fit for use
+        self.settling: asyncio.Task[None] | None = None  # makes the pause of the parked one durable
+        self.asked_at = float("-inf")  # when a request went to its guest last, on the clock of the event loop
         self.timer: asyncio.TimerHandle | None = None
         self.lock = asyncio.Lock()
         self.doomed = False
@@ -36,6 +40,17 @@ class Sandbox:
     def is_up(self) -> bool:
         """Its guest runs, or is stopped for an instant only: clients may talk to it."""
         return self.record.state in (SandboxState.RUNNING, SandboxState.SNAPSHOTTING, SandboxState.FORKING)
+
+    @property
+    def machines(self) -> tuple[Running | None, ...]:
+        """All that have its files open."""
+        return self.running, self.former, self.parked
+
+    def note_restack(self, disk: OpenDisk) -> None:
+        """Bring the record up to date with its disk, which may have got a new writable layer."""
+        record = self.record
+        if record.upper is not None and record.upper != disk.upper:
+            record.disk, record.upper = [*record.disk, record.upper], disk.upper
 
     def checkpoint(self, folder: Path) -> Checkpoint:
         """What its next machine is made from, in its directory."""

@@ -369,10 +369,11 @@ class Machines:
 
     # Capture
 
-    async def capture(self, running: Running, shape: Shape, *, restack: bool) -> Captured:
+    async def capture(self, running: Running, shape: Shape, *, restack: bool, goes_on: bool) -> Captured:
         """Stop the vCPUs and write device state and changed memory into the sandbox's directory.
 
-        With `restack` the disk gets a new writable layer at the same moment. The machine stays paused, whatever
+        With `restack` the disk gets a new writable layer at the same moment. A guest that `goes_on` is stopped for less
+        time, but it takes longer in all. The machine stays paused, whatever
         happens: the caller ends it or lets it run on. Nothing is durable before `settle`.
         """
         folder, name = running.disk.folder, new_layer_id()
@@ -384,7 +385,7 @@ class Machines:
 
         await self.ready_to_capture(running, shape)
         captured = await capture(
-            running.vm, state=state, layer=layer, parent=running.memory, beside=beside, ahead=restack
+            running.vm, state=state, layer=layer, parent=running.memory, beside=beside, ahead=goes_on
         )
         return Captured(layer.name, state.name, captured.stats)
 

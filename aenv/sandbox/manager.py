@@ -98,6 +98,7 @@ class Manager:
         self._life.closing = True
         await self._life.telemetry.close()
         await self._life.chains.close()
+        self._life.parking.close()
         await self._life.idle()
         limit = asyncio.Semaphore(PAUSES_AT_STOP)
         await asyncio.gather(*(self._stop(sandbox, limit) for sandbox in list(self._sandboxes.values())))
@@ -125,6 +126,7 @@ class Manager:
         if survived:
             return
         for sandbox in list(self._sandboxes.values()):
+            self._life.parking.drop(sandbox)
             if sandbox.running is not None:
                 self._life.own(self._life.lose_machine(sandbox, sandbox.running, "the block server died"))
 
@@ -283,6 +285,7 @@ class Manager:
                 raise NotFoundError(f"sandbox {sandbox_id} is not running") from error
         if not sandbox.is_up or sandbox.running is None:
             raise NotFoundError(f"sandbox {sandbox_id} is not running")
+        sandbox.asked_at = asyncio.get_running_loop().time()
         return sandbox, sandbox.running
 
     def envd_token(self, sandbox: Sandbox) -> str | None:

@@ -10,7 +10,6 @@ from aenv.errors import AenvError, InvalidInputError, NotFoundError
 from aenv.sandbox.lifecycle import Lifecycle
 from aenv.sandbox.live import Sandbox
 from aenv.sandbox.service import SandboxState
-from aenv.sandbox.snapshots import Snapshots
 from aenv.sandbox.store import Record, boot_id
 from aenv.snapshot.manifest import Manifest
 from aenv.storage.repository import Template
@@ -88,7 +87,7 @@ class Recovery:
         running = None
         try:
             running = await self._machines.adopt(machine, self._machines.directory(record.id))
-            Snapshots.note_restack(sandbox, running)
+            sandbox.note_restack(running.disk)
             await self._machines.remember(running, sandbox.template.machine, record.memory)
             await running.vm.resume()  # a capture that was under way had stopped it
             await life.initialise(sandbox, running)
@@ -106,7 +105,7 @@ class Recovery:
         record.state_file = None
         if state is not SandboxState.RUNNING:
             self._store.transition(record, (state,), SandboxState.RUNNING)
-        self._machines.tidy(sandbox.record, sandbox.running, sandbox.former)
+        self._machines.tidy(sandbox.record, *sandbox.machines)
         life.watch(sandbox, running)
         life.set_end(sandbox, record.end_at)
 
@@ -116,7 +115,7 @@ class Recovery:
         await self._abandon(record)
         record.machine = record.upper = None
         self._store.transition(record, (record.state,), SandboxState.PAUSED)
-        self._machines.tidy(sandbox.record, sandbox.running, sandbox.former)
+        self._machines.tidy(sandbox.record, *sandbox.machines)
         if record.unsettled is not None:
             sandbox.ending = self._life.own(self._life.settle(sandbox))
 

@@ -116,8 +116,8 @@ class Snapshots:
         staged.mkdir(mode=0o711)
         try:
             if sandbox.state is SandboxState.PAUSED:
-                if sandbox.ending is not None:
-                    await asyncio.wait([sandbox.ending])
+                if under_way := [task for task in (sandbox.ending, sandbox.settling) if task is not None]:
+                    await asyncio.wait(under_way)
                 checkpoint = sandbox.checkpoint(self._machines.directory(sandbox.id))
                 if not memory:
                     checkpoint = replace(checkpoint, memory=(), state=None)
@@ -127,7 +127,7 @@ class Snapshots:
                 staged_checkpoint = self._link(checkpoint, staged)
             finally:
                 if sandbox.is_up:  # the device state is of use only with the memory as it was
-                    self._machines.tidy(sandbox.record, sandbox.running, sandbox.former)
+                    self._machines.tidy(sandbox.record, *sandbox.machines)
             yield staged_checkpoint
         finally:
             if staged.exists():
@@ -148,10 +148,10 @@ class Snapshots:
         captured, whole = None, True
         try:
             if memory:
-                captured = await self._machines.capture(running, sandbox.template.machine, restack=True)
+                captured = await self._machines.capture(running, sandbox.template.machine, restack=True, goes_on=True)
             else:
                 await self._machines.restack(running)
-            self.note_restack(sandbox, running)
+            sandbox.note_restack(running.disk)
             if captured is not None:
                 record.memory = [*running.memory_layers, captured.memory]
             self._store.save(record)
@@ -201,16 +201,8 @@ class Snapshots:
             reason = f"the machine did not go on after a capture: {error}"
             await life.lose(sandbox, reason)
             raise VmmError(reason) from error
-        self.note_restack(sandbox, running)
+        sandbox.note_restack(running.disk)
         self._store.transition(sandbox.record, (state,), SandboxState.RUNNING)
-
-    @staticmethod
-    def note_restack(sandbox: Sandbox, running: Running) -> None:
-        """Bring the record up to date with a disk that got a new writable layer."""
-        record = sandbox.record
-        if record.upper is not None and record.upper != running.disk.upper:
-            record.disk = [*record.disk, record.upper]
-            record.upper = running.disk.upper
 
     # Fork
 
@@ -288,6 +280,7 @@ class Snapshots:
             # From this commit on it is at the snapshot; the machine that has no record any more is ended by whoever
             # finds it.
             self._store.transition(record, (state,), SandboxState.PAUSED)
+            life.parking.drop(sandbox)
             if running is not None:
                 life.stop_timer(sandbox)
                 running.close()
@@ -301,7 +294,7 @@ class Snapshots:
         try:
             return snapshot.checkpoint.link_into(self._machines.directory(sandbox.id))
         except OSError as error:
-            self._machines.tidy(sandbox.record, sandbox.running, sandbox.former)
+            self._machines.tidy(sandbox.record, *sandbox.machines)
             if not snapshot.directory.exists():
                 raise NotFoundError(f"snapshot {snapshot.title} does not exist") from error
             raise

@@ -59,9 +59,10 @@ TCG_CPU = "max,erms=off,fsrm=off,smap=off"
 # Mappings that a process may have (vm.max_map_count, unless somebody has changed it), and what QEMU itself needs.
 MAPPINGS_LIMIT = 65530
 OWN_MAPPINGS = 1000
-# A machine is idle when its process has used no CPU time from one look to the next, so many times in a row.
-QUIET_LOOK = 0.002  # seconds
-QUIET_LOOKS = 2
+# A machine is idle when its process has used little CPU time from one look to the next. (The kernel accounts for a thread
+# that runs at every tick only, of 4 ms or so; the timers of an idle guest take up to 1 ms at a time.)
+QUIET_LOOK = 0.008  # seconds
+QUIET_SHARE = 0.3  # of one CPU
 
 _VERSION = re.compile(r"version (\d+\.\d+\.\d+)")
 _HOST_ADDRESS = re.compile(r"^Host virtual address for 0x0 \(ram\) is (0x[0-9a-f]{1,16})\s*$")
@@ -435,14 +436,15 @@ class QemuVm(Vm):
 
     async def quiet(self, patience: float) -> bool:
         loop = asyncio.get_running_loop()
-        deadline, before, unchanged = loop.time() + patience, 0, 0
-        while unchanged < QUIET_LOOKS and loop.time() < deadline and self.state is VmState.RUNNING:
-            now = self._process.cpu_time()
-            unchanged = unchanged + 1 if now == before else 0
-            before = now
+        now, used, quiet = loop.time(), self._process.cpu_time(), False
+        deadline = now + patience
+        while not quiet and now < deadline and self.state is VmState.RUNNING:
             # Nothing tells when a process has nothing to do, so we look at what CPU time it has used.
             await asyncio.sleep(QUIET_LOOK)
-        return unchanged == QUIET_LOOKS or self.state is not VmState.RUNNING
+            began, before = now, used
+            now, used = loop.time(), self._process.cpu_time()
+            quiet = (used - before) / 1e9 < QUIET_SHARE * (now - began)
+        return quiet or self.state is not VmState.RUNNING
 
     async def pause(self) -> None:
         self._require(VmState.RUNNING, VmState.PAUSED, VmState.IO_ERROR)

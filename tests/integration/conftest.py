@@ -219,7 +219,9 @@ def fresh_daemons(base_home: Path, folder: Path) -> Iterator[NewDaemon]:
         home.mkdir()
         CLAIMS.home(home)
         subprocess.run(["cp", "-al", str(base_home / "templates"), str(home / "templates")], check=True)
-        daemon = Daemon(home, **({"AENV_VMM_POOL": "1", "AENV_NETWORK_POOL": "2"} | environment))
+        # Resumes make new machines from files here, unless a test asks for the other way.
+        small = {"AENV_VMM_POOL": "1", "AENV_NETWORK_POOL": "2", "AENV_VMM_PARKED": "0"}
+        daemon = Daemon(home, **(small | environment))
         made.append(daemon)
         return daemon
 

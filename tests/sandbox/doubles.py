@@ -274,6 +274,7 @@ class FakeProcess:
         vm = VMS.get(pid)
         if vm is None or vm.dead or vm.start_time != start_time:
             raise NotFoundError(f"process {pid} is gone")
+        vm.exited = asyncio.get_running_loop().create_future()  # this daemon may have an event loop of its own
         return cls(vm)
 
     async def kill(self) -> None:

@@ -224,7 +224,7 @@ def test_adoption(check: Callable[..., None]) -> None:
         assert adopted.incarnation == running.incarnation
         assert adopted.vm is running.vm
         await machines.remember(adopted, world.template.machine, list(running.memory_layers))
-        captured = await machines.capture(adopted, world.template.machine, restack=False)
+        captured = await machines.capture(adopted, world.template.machine, restack=False, goes_on=False)
         assert doubles.content_of(folder / captured.memory) == {"a": "1"}
         await machines.end(adopted)
 
@@ -300,7 +300,7 @@ def test_a_capture_that_fails_leaves_no_file_and_a_disk_that_is_described_rightl
         before = world.files("i1")
         world.host.fail[step] = VmmError("no")
         with pytest.raises(VmmError):
-            await machines.capture(running, world.template.machine, restack=True)
+            await machines.capture(running, world.template.machine, restack=True, goes_on=True)
         world.host.fail.clear()
         (image,) = [image for image in world.host.blocks.images.values() if image.data is not None]
         assert running.disk.layers == tuple(path.name for path in image.layers)

@@ -24,6 +24,7 @@ from aenv.storage.repository import Template
 from tests.sandbox import doubles
 from tests.sandbox.world import (
     BASE,
+    ENDED,
     World,
     agree,
     gone,
@@ -187,6 +188,7 @@ def test_kill_during_create_ends_it(tmp_path: Path, moment: str) -> None:
 
 
 @pytest.mark.parametrize("moment", ["prepare", "resume", "answer"])
+@ENDED
 def test_kill_during_resume_ends_it(tmp_path: Path, moment: str) -> None:
     world = World(tmp_path / "home", **{"agent.timeout": 600})
 
@@ -248,6 +250,7 @@ def test_kill_works_in_every_state_and_twice_at_once(world: World) -> None:
 
 
 @pytest.mark.parametrize("error", [VmmError("stuck"), OSError(5, "Input/output error")])
+@ENDED
 def test_a_machine_that_cannot_be_ended_does_not_keep_the_sandbox(world: World, error: Exception) -> None:
     async def scenario(manager: Manager) -> None:
         killed, paused = await manager.create(BASE), await manager.create(BASE)

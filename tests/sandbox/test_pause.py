@@ -24,6 +24,7 @@ from tests.sandbox import doubles
 from tests.sandbox.doubles import FakeSlot
 from tests.sandbox.world import (
     BASE,
+    ENDED,
     World,
     agree,
     gone,
@@ -39,6 +40,7 @@ from tests.sandbox.world import (
 # Pause and resume
 
 
+@ENDED
 def test_pause_and_connect(world: World) -> None:
     async def scenario(manager: Manager) -> None:
         info = await manager.create(BASE)
@@ -66,6 +68,7 @@ def test_pause_and_connect(world: World) -> None:
     run(world, scenario)
 
 
+@ENDED
 def test_connect_waits_for_a_pause_under_way_and_for_the_old_machine(world: World) -> None:
     async def scenario(manager: Manager) -> None:
         info = await manager.create(BASE)
@@ -83,6 +86,7 @@ def test_connect_waits_for_a_pause_under_way_and_for_the_old_machine(world: Worl
     run(world, scenario)
 
 
+@ENDED
 def test_many_connects_resume_once(world: World) -> None:
     async def scenario(manager: Manager) -> None:
         info = await manager.create(BASE)
@@ -163,6 +167,7 @@ def test_a_failed_capture_of_a_machine_that_does_not_go_on_loses_it(
 
 
 @pytest.mark.parametrize("step", ["prepare", "create layer", "open image", "map", "load", "resume", "answer", "damage"])
+@ENDED
 def test_a_failed_resume_stays_paused_with_memory_and_disk(tmp_path: Path, step: str) -> None:
     """Also when its guest has run: what that wrote went to a layer of its own, which is gone with it."""
     world = World(tmp_path / "home", **{"agent.timeout": 1})
@@ -226,6 +231,7 @@ def test_what_a_guest_has_in_memory_and_on_disk_survives_pauses(world: World, me
     run(world, scenario)
 
 
+@ENDED
 def test_a_caller_that_is_cancelled_does_not_stop_the_operation(world: World) -> None:
     async def scenario(manager: Manager) -> None:
         operations: list[tuple[str, Callable[[], Awaitable[Any]]]] = [

@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 from typing import Any, cast
 
+import pytest
+
 from aenv.config import Config, load
 from aenv.errors import NotFoundError
 from aenv.sandbox.machines import Machines, Running
@@ -21,9 +23,12 @@ from aenv.storage.disks import Disks
 from aenv.storage.home import Home
 from aenv.storage.memory import MemoryImages
 from aenv.storage.repository import Repository
+from aenv.vmm.base import VmState
 from tests.sandbox.doubles import Content, FakeSlot, FakeVm, Host, blocks_of, slots_of, vmm_of
 from tests.storage.templates import committed
 
+# For tests of what happens when the machine of a paused sandbox ends at once.
+ENDED = pytest.mark.parametrize("parked", [0], indirect=True, ids=["ended"])
 BASE = CreateOptions(template="base", timeout=300)
 
 
@@ -40,8 +45,10 @@ class LocalHome(Home):
 class World:
     """A home with a template `base`, on a host."""
 
+    parked = 8  # machines of paused sandboxes that its daemons keep
+
     def __init__(self, folder: Path, **settings: Any) -> None:
-        settings = {"home": folder, "agent.timeout": 5, **settings}
+        settings = {"home": folder, "agent.timeout": 5, "vmm.parked": self.parked, **settings}
         self.config: Config = load(settings, {})
         self.home = LocalHome(folder, folder / "cache")
         self.home.create()
@@ -94,7 +101,8 @@ class World:
     def _forget(self, manager: Manager) -> None:
         for sandbox in manager._sandboxes.values():
             manager._life.stop_timer(sandbox)
-            sandbox.running = None  # its watch sees nothing any more
+            manager._life.parking._stop_timer(sandbox)
+            sandbox.running = sandbox.parked = None  # its watch sees nothing any more
         self.store.close()
 
     def killed(self, work: Callable[[Manager], Coroutine[Any, Any, Any]], step: int) -> bool:
@@ -229,7 +237,8 @@ def quiet(world: World, manager: Manager) -> None:
     assert {s.state for s in sandboxes} <= {SandboxState.RUNNING, SandboxState.PAUSED}
     assert world.folders() == {s.id for s in sandboxes}
     assert list(world.home.staging.iterdir()) == []
-    running = {s.id: vm_of(manager, s.id) for s in sandboxes if s.running is not None}
+    machines = {s.id: s.running or s.parked for s in sandboxes}
+    running = {identity: cast(FakeVm, machine.vm) for identity, machine in machines.items() if machine is not None}
     assert set(world.host.alive) == {vm.pid for vm in running.values()}
     assert set(world.home.run.glob("vm-*")) == {vm.run_dir for vm in running.values()}
     images = world.host.blocks.images.values()
@@ -244,12 +253,14 @@ def quiet(world: World, manager: Manager) -> None:
         assert not sandbox.doomed
         assert not sandbox.lock.locked()
         needed = {MANIFEST_NAME, *record.disk, *record.memory, *filter(None, (record.upper, record.state_file))}
-        if sandbox.running is not None:
-            vm, disk = running[sandbox.id], sandbox.running.disk
-            assert vm.runs
-            assert disk.upper == record.upper
-            assert list(sandbox.running.memory_layers) == record.memory
-            needed |= set(disk.layers)
+        assert sandbox.running is None or sandbox.parked is None
+        if (machine := machines[sandbox.id]) is not None:
+            vm, disk = running[sandbox.id], machine.disk
+            assert vm.state is (VmState.RUNNING if up else VmState.PAUSED)
+            assert disk.upper == record.upper or not up
+            assert list(disk.layers) == record.disk
+            assert list(machine.memory_layers) == record.memory
+            needed |= {*disk.layers, disk.upper}
         present = world.files(sandbox.id)
         assert {name for name in present if not name.endswith(INDEX_SUFFIX)} == needed
         assert {Path(name).stem for name in present if name.endswith(INDEX_SUFFIX)} <= {Path(n).stem for n in needed}
