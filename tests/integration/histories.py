@@ -1,9 +1,9 @@
 """What clients did to sandboxes at the same time, and whether it can have been so.
 
-A history has one `Call` an answer: when it began, when it ended, and what came back. It is right when the calls can be put
-into an order, none before one that had ended when it began, in which each answer is the one that a sandbox gives which
-does one thing after the other. Contents are judged by bounds: what was acknowledged before somebody looked must be there,
-what was begun later must not.
+A history has one `Call` an answer: when it began, when it ended, and what came back. It is right when the calls can be
+put into an order, none before one that had ended when it began, in which each answer is the one that a sandbox gives
+which does one thing after the other. Contents are judged by bounds: what was acknowledged before somebody looked must
+be there, what was begun later must not.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ class Seen(enum.Enum):
 
 @dataclass(frozen=True)
 class Call:
-    """One call and its answer. `seconds` is a time-out, `memory` whether memory is kept, `seen` what a list said."""
+    """One call and its answer. `seconds` is a time-out, `memory` whether memory is kept, `keeper` whether what ran in
+    the sandbox is sure to run after it, `seen` what a list said."""
 
     verb: Verb
     began: float
@@ -61,6 +62,7 @@ class Call:
     outcome: Outcome = Outcome.DONE
     seconds: float = 0
     memory: bool = True
+    keeper: bool = True
     seen: Seen = Seen.NOWHERE
     note: str = ""
 
@@ -110,6 +112,12 @@ class Rules:
 
 
 GONE_BY_TIME = -2
+BREAKS = (Verb.PAUSE, Verb.KILL, Verb.ROLLBACK, Verb.CRASH)
+
+
+def cut(call: Call, calls: Iterable[Call]) -> bool:
+    """Whether one of the others may have cut the connection of `call`: a time-out does so at any time later."""
+    return any(c.overlaps(call) if c.verb in BREAKS else c.verb is Verb.TIMEOUT for c in calls if c is not call)
 
 
 class History:
@@ -118,9 +126,14 @@ class History:
     def __init__(self, rules: Rules, calls: Iterable[Call]) -> None:
         self.rules = rules
         self.calls: list[Call] = []
-        for call in sorted(calls, key=lambda c: c.began):
-            if call.verb is Verb.CRASH or (call.verb is Verb.TALK and call.outcome in (Outcome.CUT, Outcome.UNKNOWN)):
-                continue  # they tell nothing about a state
+        calls = sorted(calls, key=lambda c: c.began)
+        for call in calls:
+            if call.verb is Verb.CRASH:
+                continue  # it tells nothing about the state
+            if call.verb is Verb.TALK and call.outcome in (Outcome.CUT, Outcome.MISSING) and cut(call, calls):
+                # What had been sent when its machine ended is answered as if there were no sandbox.
+                self.calls.append(replace(call, outcome=Outcome.UNKNOWN))
+                continue
             self.calls.append(call)
             if call.verb is Verb.ROLLBACK and call.outcome is not Outcome.CONFLICT:
                 self.calls.append(replace(call, verb=Verb.RETURN))
@@ -189,7 +202,7 @@ class History:
             outcome = Outcome.DONE
         match call.verb, outcome:
             case Verb.CREATE, Outcome.DONE:
-                return state.running(due, booted=not call.memory) if stage is Stage.ABSENT else None
+                return state.running(due, booted=not call.keeper) if stage is Stage.ABSENT else None
             case Verb.SEE, _:
                 return state if SHOWN[stage] is call.seen or call.outcome is Outcome.UNKNOWN else None
             case Verb.KILL, Outcome.DONE:
@@ -199,7 +212,7 @@ class History:
                 return state if together else None
             case Verb.RETURN, Outcome.DONE:
                 mine = stage is Stage.RETURNING and state.by == index - 1
-                return state.running(state.due, booted=not call.memory) if mine else None
+                return state.running(state.due, booted=not call.keeper) if mine else None
             case Verb.RETURN, Outcome.MISSING:
                 return state if stage is Stage.GONE else None
             case _, Outcome.MISSING if call.verb is not Verb.TALK:
@@ -208,7 +221,7 @@ class History:
                 return state.paused(memory=call.memory) if stage is Stage.RUNNING else None
             case Verb.PAUSE, Outcome.CONFLICT:
                 return state if stage is Stage.PAUSED else None
-            case (Verb.CONNECT | Verb.RESUME), Outcome.DONE:
+            case ((Verb.CONNECT | Verb.RESUME), Outcome.DONE):
                 return state.running(due, booted=not state.memory) if stage is Stage.PAUSED else None
             case Verb.CONNECT, Outcome.RAN:
                 return replace(state, due=max(state.due, due)) if stage is Stage.RUNNING else None
@@ -216,7 +229,7 @@ class History:
                 return state if stage is Stage.RUNNING else None
             case Verb.TIMEOUT, Outcome.DONE:
                 return replace(state, due=due) if stage is Stage.RUNNING else None
-            case (Verb.TIMEOUT | Verb.FORK), Outcome.CONFLICT:
+            case ((Verb.TIMEOUT | Verb.FORK), Outcome.CONFLICT):
                 return state if stage in (Stage.PAUSED, Stage.RETURNING) else None
             case Verb.FORK, Outcome.DONE:
                 return state if stage is Stage.RUNNING else None
@@ -274,12 +287,13 @@ class Bounds:
 
 @dataclass(frozen=True)
 class Taken:
-    """A capture of `source`, or of one of several when nobody knows which it was; of nothing for the first sandbox."""
+    """A capture of `source`; of nothing for the first sandbox. `keeper`: what ran in it runs in those made from it."""
 
     source: Diary | None
     began: float
     ended: float
     memory: bool = True
+    keeper: bool = True
 
     def bounds(self) -> list[Bounds]:
         return [Bounds()] if self.source is None else self.source.bounds(self.began, self.ended)
@@ -320,7 +334,7 @@ class Diary:
 
 
 def out_of_order(found: Sequence[str], notes: dict[str, Note]) -> str | None:
-    """The first value that stands after one which was begun when it had been acknowledged; or that stands there twice."""
+    """The first value that stands after one which was begun when it had been acknowledged; or that is there twice."""
     if len(set(found)) != len(found):
         return next(value for value in found if found.count(value) > 1)
     earliest, culprit = NEVER, ""

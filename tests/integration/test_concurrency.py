@@ -1,5 +1,5 @@
-"""Eight clients at once do to a few sandboxes whatever can be done, and no answer and no content may be one that no order
-of these calls explains.
+"""Eight clients at once do to a few sandboxes whatever can be done, and no answer and no content may be one that no
+order of these calls explains.
 
 In each guest runs a keeper: it has what it was told in its memory and on its disk, and shows both. The programs of the
 clients follow from a seed, which a failure prints along with the history of the sandbox it is about.
@@ -17,14 +17,17 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
 import pytest
 from e2b import Sandbox
+from e2b.connection_config import ConnectionConfig
+from packaging.version import Version
 
+from aenv.sandbox.live import ENVD_VERSION
 from tests.integration.conftest import PATIENCE, Daemon, NewDaemon, wait_until
 from tests.integration.histories import (
     NEVER,
@@ -38,6 +41,7 @@ from tests.integration.histories import (
     Seen,
     Taken,
     Verb,
+    cut,
     out_of_order,
     unexplained,
 )
@@ -51,7 +55,6 @@ ALIVE = 6  # sandboxes at a time
 KEPT = 5  # snapshots at a time
 PORT = 8000
 LONG = 3600  # seconds; no test lasts so long
-BREAKS = (Verb.PAUSE, Verb.KILL, Verb.ROLLBACK, Verb.TIMEOUT, Verb.CRASH)  # what may cut a connection
 # Blocks of pages that say whose they are: a page of another block, or of another time, is noticed.
 KEEPER = """
 import http.server, json, os, threading
@@ -110,6 +113,7 @@ class Box:
     calls: list[Call] = field(default_factory=list)
     looks: list[tuple[float, float, dict[str, list[str]]]] = field(default_factory=list)
     own: list[str] = field(default_factory=list)  # snapshots it may go back to
+    keeper: bool = True  # it runs, and has since the sandbox was made
     gone: bool = False
 
     def __str__(self) -> str:
@@ -123,9 +127,12 @@ class Snap:
     id: str
     taken: list[Taken]
     made: float
-    rules: Rules
     deleting: float = NEVER
     deleted: float = NEVER
+
+    @property
+    def keeper(self) -> bool:
+        return all(taken.keeper for taken in self.taken)
 
 
 class World:
@@ -145,7 +152,7 @@ class World:
         self.serving = threading.Event()  # False while the daemon is down
         self.serving.set()
         self.crashes: list[tuple[float, float]] = []
-        self.unanswered: list[tuple[Rules, Taken]] = []  # creates and forks of which nobody knows what became
+        self.unanswered: list[Taken] = []  # creates and forks of which nobody knows what became
         self.untold: list[tuple[str, Taken]] = []  # the same with snapshots, by sandbox
         self.calls = 0
         self.faulty: dict[str, int] = {}
@@ -215,7 +222,8 @@ class World:
 
     def born(self, answer: Any, rules: Rules, taken: list[Taken], call: Call, *own: str) -> Box:
         sandbox_id, token = answer["sandboxID"], answer.get("envdAccessToken", "")
-        box = Box(sandbox_id, token, rules, Diary([Origin(taken, call.began, call.began)]), [call], own=list(own))
+        diary = Diary([Origin(taken, call.began, call.began)])
+        box = Box(sandbox_id, token, rules, diary, [call], own=list(own), keeper=call.keeper)
         with self.lock:
             if sandbox_id in self.boxes:
                 self.fail(f"sandbox {sandbox_id} was made twice", self.boxes[sandbox_id])
@@ -259,6 +267,8 @@ class World:
         call = Call(Verb.TALK, began, ended, outcome, note=path if status == 200 else f"{path} {body[:200]!r}")
         with self.lock:
             box.calls.append(call)
+        if outcome is Outcome.CLOSED:
+            self.start_keeper(box)
         return call, body
 
     def note(self, box: Box) -> None:
@@ -269,7 +279,7 @@ class World:
         call, _ = self.talk(box, f"/note/{value}")
         with self.lock:
             box.diary.notes.remove(pending)
-            if call.outcome in (Outcome.DONE, Outcome.CUT):  # else it has not reached the keeper, and never will
+            if call.outcome in (Outcome.DONE, Outcome.CUT, Outcome.MISSING):  # else it has not reached the keeper
                 ended = call.ended if call.outcome is Outcome.DONE else NEVER
                 self.notes[value] = Note(value, pending.began, ended)
                 box.diary.notes.append(self.notes[value])
@@ -280,13 +290,14 @@ class World:
             box.looks.append((call.began, call.ended, json.loads(body)))
         return call
 
-    def keeper(self, box: Box) -> None:
+    def start_keeper(self, box: Box) -> None:
         """Start it once more after a boot."""
+        sandbox = Sandbox(
+            sandbox_id=box.id, sandbox_domain=None, envd_version=Version(ENVD_VERSION), envd_access_token=box.token,
+            traffic_access_token=None, connection_config=ConnectionConfig(**self.daemon.options),
+        )  # fmt: skip
         with contextlib.suppress(Exception):  # the sandbox may go meanwhile; a keeper that does not run is noticed
-            Sandbox(
-                sandbox_id=box.id, sandbox_domain=None, envd_version="0.6.13", envd_access_token=box.token or None,
-                traffic_access_token=None, connection_config=_connection(self.daemon),
-            ).commands.run(START, user="root", timeout=30)  # fmt: skip
+            sandbox.commands.run(START, user="root", timeout=30)
 
     # Judgement
 
@@ -299,9 +310,7 @@ class World:
         for began, up in self.crashes:
             box.calls.append(Call(Verb.CRASH, began, up))
         for call in box.calls:
-            if call.outcome is Outcome.CUT and not any(
-                other.verb in BREAKS and (other.overlaps(call) or other.verb is Verb.TIMEOUT) for other in box.calls
-            ):
+            if call.outcome is Outcome.CUT and not cut(call, box.calls):
                 self.fail(f"cut although nothing happened: {call}", box)
         culprit = History(box.rules, box.calls).first_impossible()
         if culprit is not None:
@@ -325,12 +334,6 @@ class World:
 
 
 START = "setsid python3 /var/keeper.py >/dev/null 2>&1 & until exec 3<>/dev/tcp/127.0.0.1/8000; do sleep 0.1; done"
-
-
-def _connection(daemon: Daemon) -> Any:
-    from e2b.connection_config import ConnectionConfig
-
-    return ConnectionConfig(**daemon.options)
 
 
 CHANGED = {204: Outcome.DONE, 409: Outcome.CONFLICT, 404: Outcome.MISSING}
@@ -392,7 +395,7 @@ class Client:
     def boot(self) -> None:
         """Lose what is in memory, in one of the ways there are."""
         with self.box() as box:
-            body = {"memory": False}
+            body, box.keeper = {"memory": False}, False
             call, _ = self.world.do(box, Verb.PAUSE, f"/sandboxes/{box.id}/pause", body, CHANGED, memory=False)
             if call.outcome is Outcome.DONE:
                 self.connect_to(box)
@@ -405,8 +408,6 @@ class Client:
         fine = {200: Outcome.RAN, 201: Outcome.DONE, 404: Outcome.MISSING}
         body = {"timeout": LONG}
         self.world.do(box, Verb.CONNECT, f"/v2/sandboxes/{box.id}/connect", body, fine, seconds=LONG)
-        if any(not call.memory for call in box.calls[-20:]):
-            self.world.keeper(box)
 
     def resume(self) -> None:
         with self.box() as box:
@@ -431,21 +432,25 @@ class Client:
         rules = Rules(pauses=self.chance.random() < 0.6, wakes=False)
         if rules.pauses and self.chance.random() < 0.4:
             rules = Rules(pauses=True, wakes=True)
-        body = {"templateID": snap.id, "timeout": LONG, "autoPause": rules.pauses, "autoResume": {"enabled": rules.wakes}}
+        body = {
+            "templateID": snap.id,
+            "timeout": LONG,
+            "autoPause": rules.pauses,
+            "autoResume": {"enabled": rules.wakes},
+        }
         began, ended, status, answer = world.ask("POST", "/v2/sandboxes", body)
         outcome = world.told(status, answer, f"create from {snap.id}", fine={201: Outcome.DONE, 404: Outcome.MISSING})
         if outcome is Outcome.DONE:
             if snap.deleted < began:
                 world.fail(f"created from {snap.id}, which was deleted")
-            memory = snap.taken[0].memory
-            world.born(answer, rules, snap.taken, Call(Verb.CREATE, began, ended, seconds=LONG, memory=memory), snap.id)
+            call = Call(Verb.CREATE, began, ended, seconds=LONG, keeper=snap.keeper)
+            world.born(answer, rules, snap.taken, call, snap.id)
             return
         world.release(1)
         if outcome is Outcome.MISSING and snap.deleting > ended:
             world.fail(f"no create from {snap.id} between {began:.3f} and {ended:.3f}: {answer}")
         if outcome is Outcome.UNKNOWN:
-            world.unanswered.append((rules, Taken(None, began, ended)))
-            world.unanswered.extend((rules, taken) for taken in snap.taken)
+            world.unanswered.extend(snap.taken)
 
     # Snapshots
 
@@ -457,14 +462,13 @@ class Client:
         with self.box() as box:
             fine = {201: Outcome.DONE, 404: Outcome.MISSING}
             memory = self.chance.random() > 0.03
-            body = {} if memory else {"memory": False}
-            call, answer = world.do(box, Verb.SNAPSHOT, f"/sandboxes/{box.id}/snapshots", body, fine)
-            taken = Taken(box.diary, call.began, call.ended, memory)
+            call, answer = world.do(box, Verb.SNAPSHOT, f"/sandboxes/{box.id}/snapshots", {"memory": memory}, fine)
+            taken = Taken(box.diary, call.began, call.ended, memory, memory and box.keeper)
             if call.outcome is Outcome.DONE:
                 identity = answer["templateID"]
-                taken = Taken(box.diary, call.began, call.ended, answer["memory"])
+                taken = replace(taken, memory=answer["memory"])
                 with world.lock:
-                    world.snaps[identity] = Snap(identity, [taken], call.ended, box.rules)
+                    world.snaps[identity] = Snap(identity, [taken], call.ended)
                     box.own.append(identity)
             elif call.outcome is Outcome.UNKNOWN:
                 world.untold.append((box.id, taken))
@@ -478,16 +482,15 @@ class Client:
             fine = {201: Outcome.DONE, 409: Outcome.CONFLICT, 404: Outcome.MISSING}
             body = {"count": count, "timeout": LONG}
             call, answer = world.do(box, Verb.FORK, f"/sandboxes/{box.id}/fork", body, fine)
-            taken = Taken(box.diary, call.began, call.ended)
+            taken = Taken(box.diary, call.began, call.ended, keeper=box.keeper)
             for child in answer if call.outcome is Outcome.DONE else ():
                 if child.get("sandbox") is None:
                     world.fail(f"a child of {box.id} failed: {child}", box)
                 made += 1
-                world.born(
-                    child["sandbox"], box.rules, [taken], Call(Verb.CREATE, call.began, call.ended, seconds=LONG)
-                )
+                birth = Call(Verb.CREATE, call.began, call.ended, seconds=LONG, keeper=box.keeper)
+                world.born(child["sandbox"], box.rules, [taken], birth)
             if call.outcome is Outcome.UNKNOWN:
-                world.unanswered.append((box.rules, taken))
+                world.unanswered.append(taken)
         world.release(count - made)
 
     def roll_back(self) -> None:
@@ -496,6 +499,7 @@ class Client:
             if not box.own:
                 return
             snap = world.snaps[self.chance.choice(box.own)]
+            box.keeper = box.keeper and snap.keeper
             origin = Origin(snap.taken, world.now(), NEVER, sure=False)
             with world.lock:
                 box.diary.origins.append(origin)
@@ -516,13 +520,12 @@ class Client:
                     box.diary.origins[position] = Origin(snap.taken, began, ended, sure)
                     if sure and snap.deleted < began:
                         world.fail(f"{box.id} went back to {snap.id}, which was deleted", box)
-                memory = snap.taken[0].memory
-                call = Call(Verb.ROLLBACK, began, ended, outcome, LONG, memory=memory, note=f"to {snap.id}")
+                memory = all(taken.memory for taken in snap.taken)
+                note = f"to {snap.id}"
+                call = Call(Verb.ROLLBACK, began, ended, outcome, LONG, memory=memory, keeper=snap.keeper, note=note)
                 box.calls.append(call)
                 if outcome is Outcome.MISSING:
                     world.lost(box)
-            if not memory:
-                world.keeper(box)
 
     def delete_snapshot(self) -> None:
         world, snap = self.world, self.some_snapshot()
@@ -622,16 +625,15 @@ def strangers(world: World) -> None:
         if entry["sandboxID"] not in world.boxes:
             if not world.unanswered:
                 world.fail(f"nobody has made sandbox {entry['sandboxID']}")
-            call = Call(Verb.CREATE, 0, world.now(), seconds=LONG)
-            taken = [taken for _, taken in world.unanswered]
-            world.born(entry, Rules(pauses=True, wakes=False), taken, call).gone = True
+            call = Call(Verb.CREATE, 0, world.now(), seconds=LONG, keeper=False)
+            world.born(entry, Rules(pauses=True, wakes=False), world.unanswered, call).gone = True
     _, _, _, answer = world.ask("GET", "/snapshots?limit=100")
     for entry in answer:
         if entry["templateID"] not in world.snaps:
             taken = [taken for source, taken in world.untold if source == entry["sandboxID"]]
             if not taken:
                 world.fail(f"nobody has made snapshot {entry['templateID']}")
-            world.snaps[entry["templateID"]] = Snap(entry["templateID"], taken, world.now(), Rules(False, False))
+            world.snaps[entry["templateID"]] = Snap(entry["templateID"], taken, world.now())
 
 
 def last(world: World) -> None:
@@ -642,25 +644,25 @@ def last(world: World) -> None:
     for box in list(world.boxes.values()):
         if box.calls[-1].seen is not Seen.NOWHERE:
             client.connect_to(box)
-            world.look(box, cold=True)
-        world.do(box, Verb.KILL, f"/sandboxes/{box.id}", None, CHANGED, method="DELETE")
+            last_look(world, box)
+        else:
+            world.do(box, Verb.KILL, f"/sandboxes/{box.id}", None, CHANGED, method="DELETE")
     for snap in world.snaps.values():
         if snap.deleting == NEVER:
             body = {"templateID": snap.id, "timeout": LONG}
             began, ended, status, answer = world.ask("POST", "/v2/sandboxes", body)
             if status != 201:
                 world.fail(f"no create from {snap.id}: {status} {answer}")
-            call = Call(Verb.CREATE, began, ended, seconds=LONG, memory=answer_memory(snap))
-            box = world.born(answer, Rules(pauses=False, wakes=False), snap.taken, call)
-            if not call.memory:
-                world.keeper(box)
-            world.look(box, cold=True)
-            world.do(box, Verb.KILL, f"/sandboxes/{box.id}", None, CHANGED, method="DELETE")
+            call = Call(Verb.CREATE, began, ended, seconds=LONG, keeper=snap.keeper)
+            last_look(world, world.born(answer, Rules(pauses=False, wakes=False), snap.taken, call))
         world.ask("DELETE", f"/templates/{snap.id}")
 
 
-def answer_memory(snap: Snap) -> bool:
-    return all(taken.memory for taken in snap.taken)
+def last_look(world: World, box: Box) -> None:
+    """Nobody else does anything to it any more."""
+    if world.look(box, cold=True).outcome is Outcome.CLOSED and world.look(box, cold=True).outcome is not Outcome.DONE:
+        world.fail("its keeper does not run", box)
+    world.do(box, Verb.KILL, f"/sandboxes/{box.id}", None, CHANGED, method="DELETE")
 
 
 def nothing_left(daemon: Daemon, *, errors: bool) -> None:
@@ -688,7 +690,10 @@ def world_of(daemon: Daemon) -> Iterator[World]:
         last(world)
     if not world.failures:
         world.judge()
-    print(f"seed {seed}: {done} calls, {len(world.boxes)} sandboxes, {len(world.snaps)} snapshots", *map(str, world.crashes))
+    print(
+        f"seed {seed}: {done} calls, {len(world.boxes)} sandboxes, {len(world.snaps)} snapshots",
+        *map(str, world.crashes),
+    )
     for failure in world.failures:
         raise failure
 

@@ -52,6 +52,8 @@ RIGHT = [
     (ENDS, MADE, Call(Verb.PAUSE, 2, 4, Outcome.UNKNOWN), saw(Seen.PAUSED, 5, 6)),
     (ENDS, MADE, Call(Verb.PAUSE, 2, 4, Outcome.UNKNOWN), saw(Seen.RUNNING, 5, 6)),
     (ENDS, MADE, Call(Verb.ROLLBACK, 2, 4, Outcome.UNKNOWN), saw(Seen.PAUSED, 5, 6)),
+    (WAKES, MADE, PAUSED, Call(Verb.TALK, 3, 9, Outcome.CUT), saw(Seen.PAUSED, 5, 5.1), saw(Seen.RUNNING, 6, 7)),
+    (WAKES, MADE, PAUSED, Call(Verb.TALK, 3, 9, Outcome.MISSING), saw(Seen.RUNNING, 6, 7)),
     (ENDS, MADE, Call(Verb.PAUSE, 2, 3, memory=False), RESUMED, Call(Verb.TALK, 9, 10, Outcome.CLOSED)),
 ]
 WRONG = [
@@ -129,7 +131,7 @@ def test_bounds_of_a_content() -> None:
     taken = Taken(source, 5, 6)
     child = Diary([Origin([taken], 20, 21)], [Note("d", 22, 23)])
     (bounds,) = child.bounds(30, 31)
-    assert (bounds.must, bounds.may) == ({"a", "d"}, {"a", "b", "lost", "d"})
+    assert bounds == Bounds(frozenset("ad"), frozenset({"a", "b", "lost", "d"}))
     assert unexplained(["a", "b", "d"], [bounds]) is None
     assert unexplained(["a", "b", "c", "d"], [bounds]) == "lost [], there without reason ['c']"
     assert unexplained(["b", "d"], [bounds]) == "lost ['a'], there without reason []"
