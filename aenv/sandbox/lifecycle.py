@@ -137,13 +137,18 @@ class Lifecycle:
             self.event(sandbox, Event.CREATED, f"from {origin}")
             return self.info(sandbox)
 
-    async def pause(self, sandbox: Sandbox, *, memory: bool, reason: str, require_healthy: bool = False) -> None:
+    async def pause(
+        self, sandbox: Sandbox, *, memory: bool, reason: str, require_healthy: bool = False, expired: bool = False
+    ) -> None:
+        """RUNNING → PAUSED. When its time has `expired` it is left alone if it was given more meanwhile."""
         async with sandbox.lock:
             if sandbox.state is SandboxState.PAUSED:
                 raise ConflictError(f"sandbox {sandbox.id} is already paused")
             running = self.machine_of(sandbox)
             if require_healthy or not memory:
                 await self.ask_agent(sandbox, running, sync=not memory)
+            if expired and sandbox.timer is not None:
+                raise ConflictError(f"sandbox {sandbox.id} has more time")
             record = sandbox.record
             self.store.transition(record, (SandboxState.RUNNING,), SandboxState.PAUSING)
             self.stop_timer(sandbox)
@@ -504,17 +509,18 @@ class Lifecycle:
             sandbox.timer = None
 
     def _expire(self, sandbox: Sandbox) -> None:
+        sandbox.timer = None  # whoever gives it more time now makes another
         self.own(self._expired(sandbox))
 
     async def _expired(self, sandbox: Sandbox) -> None:
         options = sandbox.record.options
         try:
             if options.on_timeout is OnTimeout.PAUSE:
-                await self.pause(sandbox, memory=options.pause_memory, reason="time-out reached")
-            else:
+                await self.pause(sandbox, memory=options.pause_memory, reason="time-out reached", expired=True)
+            elif sandbox.timer is None:
                 await self.end(sandbox, Event.EXPIRED, "killed")
         except ConflictError:
-            pass  # somebody was faster: it is paused or gone, which is what the timer wanted
+            pass  # somebody was faster: it is paused or gone, which is what the timer wanted, or has more time
         except AenvError as error:
             log.error("sandbox %s could not be paused at its time-out: %s", sandbox.id, error)
             if sandbox.state is SandboxState.RUNNING and not sandbox.doomed:

@@ -283,6 +283,33 @@ def test_time_out_pauses_when_asked_and_as_asked(world: World) -> None:
     run(world, scenario)
 
 
+@pytest.mark.parametrize("more", ["set_timeout", "refresh", "connect"])
+@pytest.mark.parametrize("on_timeout", list(OnTimeout))
+def test_who_was_told_that_there_is_more_time_has_it(world: World, more: str, on_timeout: OnTimeout) -> None:
+    """Its time was over, but its end had to wait: for a snapshot that was under way, or only for its turn."""
+
+    async def scenario(manager: Manager) -> None:
+        sandbox = manager._sandboxes[(await manager.create(options(on_timeout=on_timeout))).id]
+        if on_timeout is OnTimeout.PAUSE:
+            world.host.hold["capture"] = asyncio.Event()
+            under_way = asyncio.create_task(manager.snapshot(sandbox.id))
+            await world.host.until("capture")
+        manager._life.stop_timer(sandbox)
+        manager._life._expire(sandbox)
+        if more == "connect":
+            manager._life.extend(sandbox, 300)  # which it does before anybody else has a turn
+        else:
+            await getattr(manager, more)(sandbox.id, 300)
+        if on_timeout is OnTimeout.PAUSE:
+            world.host.hold.pop("capture").set()
+            await under_way
+        await settled(manager)
+        assert manager._sandboxes.get(sandbox.id) is sandbox
+        assert sandbox.state is SandboxState.RUNNING
+
+    run(world, scenario)
+
+
 def test_resume_can_change_what_happens_at_the_end(world: World) -> None:
     async def scenario(manager: Manager) -> None:
         info = await manager.create(BASE)
