@@ -287,16 +287,21 @@ class Bounds:
 
 @dataclass(frozen=True)
 class Taken:
-    """A capture of `source`; of nothing for the first sandbox. `keeper`: what ran in it runs in those made from it."""
+    """A capture of `source`; of nothing for the first sandbox. `keeper`: what ran in it runs in those made from it;
+    `written`: what was acknowledged is in it."""
 
     source: Diary | None
     began: float
     ended: float
     memory: bool = True
     keeper: bool = True
+    written: bool = True
 
     def bounds(self) -> list[Bounds]:
-        return [Bounds()] if self.source is None else self.source.bounds(self.began, self.ended)
+        if self.source is None:
+            return [Bounds()]
+        found = self.source.bounds(self.began, self.ended)
+        return found if self.written else [Bounds(may=bounds.may) for bounds in found]
 
 
 @dataclass(frozen=True)

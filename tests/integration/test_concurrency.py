@@ -27,6 +27,7 @@ from e2b import Sandbox
 from e2b.connection_config import ConnectionConfig
 from packaging.version import Version
 
+from aenv.proxy.target import ENVD_PORT
 from aenv.sandbox.live import ENVD_VERSION
 from tests.integration.conftest import PATIENCE, Daemon, NewDaemon, wait_until
 from tests.integration.histories import (
@@ -115,9 +116,11 @@ class Box:
     own: list[str] = field(default_factory=list)  # snapshots it may go back to
     keeper: bool = True  # it runs, and has since the sandbox was made
     gone: bool = False
+    problems: list[str] = field(default_factory=list)  # with starts of the keeper
 
     def __str__(self) -> str:
-        return f"sandbox {self.id} ({self.rules}):\n" + "\n".join(map(str, sorted(self.calls, key=lambda c: c.began)))
+        lines = [str(call) for call in sorted(self.calls, key=lambda call: call.began)]
+        return "\n".join([f"sandbox {self.id} ({self.rules}):", *lines, *self.problems])
 
 
 @dataclass(eq=False)
@@ -292,12 +295,17 @@ class World:
 
     def start_keeper(self, box: Box) -> None:
         """Start it once more after a boot."""
+        # Not by `connect`, which would be a call to the sandbox that its history does not have.
+        headers = {"E2b-Sandbox-Id": box.id, "E2b-Sandbox-Port": str(ENVD_PORT), "X-Access-Token": box.token}
         sandbox = Sandbox(
             sandbox_id=box.id, sandbox_domain=None, envd_version=Version(ENVD_VERSION), envd_access_token=box.token,
-            traffic_access_token=None, connection_config=ConnectionConfig(**self.daemon.options),
+            traffic_access_token=None,
+            connection_config=ConnectionConfig(extra_sandbox_headers=headers, **self.daemon.options),
         )  # fmt: skip
-        with contextlib.suppress(Exception):  # the sandbox may go meanwhile; a keeper that does not run is noticed
+        try:
             sandbox.commands.run(START, user="root", timeout=30)
+        except Exception as error:  # the sandbox may go meanwhile; a keeper that does not run is noticed
+            box.problems.append(f"{self.now():9.3f} {error!r}")
 
     # Judgement
 
@@ -463,7 +471,8 @@ class Client:
             fine = {201: Outcome.DONE, 404: Outcome.MISSING}
             memory = self.chance.random() > 0.03
             call, answer = world.do(box, Verb.SNAPSHOT, f"/sandboxes/{box.id}/snapshots", {"memory": memory}, fine)
-            taken = Taken(box.diary, call.began, call.ended, memory, memory and box.keeper)
+            # A guest that is paused cannot be asked to write what it has in its memory only.
+            taken = Taken(box.diary, call.began, call.ended, memory, memory and box.keeper, written=memory)
             if call.outcome is Outcome.DONE:
                 identity = answer["templateID"]
                 taken = replace(taken, memory=answer["memory"])
@@ -588,7 +597,7 @@ def first(world: World) -> None:
     """The sandbox that all others descend from, and a snapshot of it."""
     sandbox = world.daemon.create(timeout=LONG)
     sandbox.files.write("/var/keeper.py", KEEPER, user="root")
-    sandbox.commands.run(START, user="root")
+    sandbox.commands.run(f"sync; {START}", user="root")
     call = Call(Verb.CREATE, 0, world.now(), seconds=LONG)
     answer = {"sandboxID": sandbox.sandbox_id, "envdAccessToken": sandbox._envd_access_token}
     box = world.born(answer, Rules(pauses=False, wakes=False), [Taken(None, 0, 0)], call)
