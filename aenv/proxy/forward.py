@@ -24,11 +24,12 @@ from aenv.http.message import (
     UpgradeResponse,
 )
 from aenv.http.stream import Stream, bridge
-from aenv.proxy.pool import PortClosedError, TooManyConnectionsError, Upstream
+from aenv.proxy.pool import EndedError, PortClosedError, TooManyConnectionsError, Upstream
 from aenv.proxy.route import ID_HEADER, PORT_HEADER, Route, route
 from aenv.proxy.target import ENVD_PORT, Resolver, ResumeDeniedError, Target
 
 TRAFFIC_HEADER = "E2b-Traffic-Access-Token"
+MACHINES = 3  # of one sandbox that a request tries, when each ends before it has seen anything of it
 
 # What of envd's HTTP surface is for clients; everything else there is for this daemon only.
 _PUBLIC_PATHS = frozenset(("/health", "/metrics", "/envs", "/files", "/files/compose"))
@@ -107,11 +108,19 @@ class Proxy:
             raise HttpError(404, "not found")
         if not envd and not _may_pass(request, self._resolver.traffic_token(to.sandbox_id)):
             return _answer(403, "The traffic access token is missing or wrong", to)
-        target = await self._resolver.resolve(to.sandbox_id, to.port, request.path, envd)
-        target.touched()
+        for _ in range(MACHINES):
+            target = await self._resolver.resolve(to.sandbox_id, to.port, request.path, envd)
+            target.touched()
+            try:
+                return await self._exchange(request, to.port, target)
+            except EndedError:
+                continue  # it ended just now and has seen nothing: the sandbox may have another machine, or wake up
+        raise NotFoundError("The sandbox was not found")
+
+    async def _exchange(self, request: Request, port: int, target: Target) -> Response:
         upstream = self._upstream(target)
         try:
-            return await _Exchange(self, upstream, request, to.port).run()
+            return await _Exchange(self, upstream, request, port).run()
         except (ConnectionLostError, PortClosedError, ConnectError, OSError) as error:
             if upstream.ended:
                 raise NotFoundError("The sandbox was not found") from error
@@ -122,7 +131,7 @@ class Proxy:
         upstream = self._upstreams.get(key)
         if upstream is None:
             if target.closed.done():
-                raise NotFoundError("The sandbox was not found")
+                raise EndedError("the sandbox has ended")
 
             def forget() -> None:
                 self._upstreams.pop(key, None)
@@ -202,13 +211,13 @@ class _Exchange:
     async def _send(self) -> ClientResponse:
         request = self._request
         fields = request_fields(request, self._upstream.target, self._port)
-        body, length = _body_of(request)
         if request.upgrade is not None:
             fields += [("Connection", "Upgrade"), ("Upgrade", request.upgrade)]
         request.on_disconnect(self._client_gone)
         reused = self._upstream.reuse(self._port) if request.upgrade is None else None
         if reused is not None:
             self._connection = reused
+            body, length = _body_of(request)
             try:
                 return await reused.request(request.method, request.target, fields, body, length=length)
             except ConnectionLostError as error:
@@ -221,6 +230,7 @@ class _Exchange:
         self._connection = connection
         if request.disconnected:
             raise ClientDisconnectedError
+        body, length = _body_of(request)
         return await connection.request(request.method, request.target, fields, body, length=length)
 
     def _client_gone(self) -> None:

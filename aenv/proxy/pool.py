@@ -21,6 +21,10 @@ class TooManyConnectionsError(AenvError):
     """The sandbox has as many connections as it may have."""
 
 
+class EndedError(AenvError):
+    """The incarnation has ended, and nothing of the request was sent."""
+
+
 class Upstream:
     """All connections to one incarnation. Idle ones are kept per port, newest first; a connection is either idle here
     or in the hands of one exchange, which gives it back by `release`.
@@ -61,24 +65,33 @@ class Upstream:
 
     async def open(self, port: int) -> Connection:
         """A new connection to `port`; through the agent when only the guest's loopback listens there. Raises
-        PortClosedError, TooManyConnectionsError, TimeoutError, OSError, ConnectionLostError."""
+        PortClosedError, TooManyConnectionsError, TimeoutError, OSError, and EndedError at once when it is over."""
         if self.size >= self._max_connections and not self._drop_idle():
             raise TooManyConnectionsError("too many connections to the sandbox")
         self._opening += 1
+        opening = asyncio.ensure_future(self._open(port))
         try:
-            try:
-                connection = await self._connect(port)
-            except ConnectionRefusedError as error:
-                if port == ENVD_PORT:
-                    raise PortClosedError("the agent does not listen") from error
-                connection = await self._dial(port)
+            # A guest that has stopped answers nothing: its end must not have to wait for a time-out.
+            await asyncio.wait((opening, self.target.closed), return_when=asyncio.FIRST_COMPLETED)
+            if self.ended:
+                raise EndedError("the sandbox has ended")
+            connection = opening.result()
+        except BaseException:
+            opening.add_done_callback(_abort_opened)
+            opening.cancel()
+            raise
         finally:
             self._opening -= 1
-        if self.ended:  # while it was being opened
-            connection.abort()
-            raise ConnectionLostError("the sandbox is gone", answered=False)
         self._busy.add(connection)
         return connection
+
+    async def _open(self, port: int) -> Connection:
+        try:
+            return await self._connect(port)
+        except ConnectionRefusedError as error:
+            if port == ENVD_PORT:
+                raise PortClosedError("the agent does not listen") from error
+            return await self._dial(port)
 
     async def _connect(self, port: int) -> Connection:
         return await Connection.open(await self.target.connect(port))
@@ -165,3 +178,8 @@ class Upstream:
         for abort in list(self._streams):
             abort()
         self._streams.clear()
+
+
+def _abort_opened(opening: asyncio.Future[Connection]) -> None:
+    if not opening.cancelled() and opening.exception() is None:
+        opening.result().abort()

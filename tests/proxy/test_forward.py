@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import resource
+import socket
 from collections.abc import AsyncIterator, Coroutine
 from typing import Any
 
@@ -225,6 +226,59 @@ def test_connections_of_one_incarnation_are_not_used_for_the_next() -> None:
             if name == "1":  # resumed, and the old incarnation ended
                 w.guest.kill()
             w.guest.incarnate(str(int(name) + 1))
+
+    in_world(test)
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_a_machine_that_ends_while_it_is_connected_to(again: bool) -> None:
+    """Paused, for example, and so it will never answer: nobody waits for it. The next machine gets the request."""
+
+    async def test(w: World) -> None:
+        connect, stuck = w.guest.connect, asyncio.Event()
+
+        async def silent(port: int) -> socket.socket:
+            stuck.set()
+            return await asyncio.get_running_loop().create_future()
+
+        w.guest.connect = silent  # type: ignore[method-assign]
+        w.guest.incarnate("stopped")
+        asked = asyncio.ensure_future(w.ask("POST", "/", body=b"whole"))
+        await stuck.wait()
+        w.guest.kill()
+        if again:
+            w.guest.connect = connect  # type: ignore[method-assign]
+            w.guest.incarnate("goes on")
+        response = await asked
+        told = json.loads(await response.read())
+        if again:
+            assert (response.status, told["body"]) == (200, "whole")
+        else:
+            assert (response.status, told["message"]) == (502, "The sandbox was not found")
+        assert len(w.table.asked) == 2
+
+    in_world(test)
+
+
+def test_a_connection_that_comes_too_late_is_dropped() -> None:
+    async def test(w: World) -> None:
+        connect, stuck, made = w.guest.connect, asyncio.Event(), []
+
+        async def stubborn(port: int) -> socket.socket:
+            stuck.set()
+            try:
+                return await asyncio.get_running_loop().create_future()
+            except asyncio.CancelledError:
+                made.append(await connect(port))
+                return made[0]
+
+        w.guest.connect = stubborn  # type: ignore[method-assign]
+        w.guest.incarnate("stopped")
+        asked = asyncio.ensure_future(w.ask())
+        await stuck.wait()
+        w.guest.kill()
+        assert (await asked).status == 502
+        await settled(lambda: made and made[0].fileno() == -1)
 
     in_world(test)
 
