@@ -238,12 +238,12 @@ class History:
             case Verb.ROLLBACK, Outcome.DONE:
                 left = max(call.began + 1, state.due - 0.5) if stage is Stage.RUNNING else due
                 return State(Stage.RETURNING, due=left, by=index) if stage in BOTH else None
-            case Verb.TALK, Outcome.DONE:
+            case Verb.TALK, (Outcome.DONE | Outcome.CLOSED):
+                if outcome is Outcome.CLOSED and not state.booted:
+                    return None
                 if stage is Stage.PAUSED and state.memory and self.rules.wakes:
                     return state.running(call.began + NOTICE)
                 return state if stage is Stage.RUNNING else None
-            case Verb.TALK, Outcome.CLOSED:
-                return state if stage is Stage.RUNNING and state.booted else None
             case Verb.TALK, (Outcome.MISSING | Outcome.CONFLICT):
                 asleep = stage is Stage.PAUSED and not (self.rules.wakes and state.memory)
                 return state if asleep or stage in (Stage.RETURNING, Stage.GONE) else None
