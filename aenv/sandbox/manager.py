@@ -277,7 +277,8 @@ class Manager:
         sandbox = self._sandboxes.get(sandbox_id)
         if sandbox is None or sandbox.doomed:
             raise NotFoundError(f"sandbox {sandbox_id} does not exist")
-        if not sandbox.is_up and sandbox.record.options.auto_resume and not self._life.closing:
+        # More than once when it was paused again before its machine could be used.
+        while not sandbox.is_up and sandbox.record.options.auto_resume and not self._life.closing:
             try:
                 timeout = max(sandbox.record.options.timeout, 300)
                 await self._life.do(self._life.resume(sandbox, timeout, memory=True, boot=False))

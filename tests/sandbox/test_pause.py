@@ -382,6 +382,25 @@ def test_reach_wakes_only_who_asked_for_it(world: World) -> None:
     run(world, scenario)
 
 
+def test_reach_wakes_once_more_who_was_paused_before_it_could_be_used(world: World) -> None:
+    async def scenario(manager: Manager) -> None:
+        info = await manager.create(options(auto_resume=True))
+        await manager.pause(info.id)
+        await settled(manager)
+        world.host.hold["resume"] = asyncio.Event()
+        reaching = asyncio.create_task(manager.reach(info.id))
+        await world.host.until("resume")
+        pausing = asyncio.create_task(manager.pause(info.id))  # waits for its turn, which comes at once then
+        await asyncio.sleep(0.01)
+        world.host.hold.pop("resume").set()
+        sandbox, running = await reaching
+        await pausing
+        assert sandbox.running is running
+        assert world.host.count["capture"] == 2
+
+    run(world, scenario)
+
+
 def test_traffic_never_boots_from_a_disk(world: World) -> None:
     """A sandbox without its memory is another one to whoever talked to it: only an explicit connect starts it."""
 
@@ -413,3 +432,28 @@ def test_incarnations_are_never_the_same(world: World) -> None:
         assert len(seen) == 4
 
     run(world, scenario)
+
+
+def test_a_pause_waits_for_a_program_that_starts(world: World) -> None:
+    async def scenario(manager: Manager) -> None:
+        for ended in (False, True):
+            info = await manager.create(BASE)
+            sandbox = manager._sandboxes[info.id]
+            first, second = sandbox.begin_start(), sandbox.begin_start()
+            second()
+            second()  # may be told twice
+            assert sandbox.since_start < 60
+            if ended:
+                first()
+                assert sandbox.since_start == float("inf")
+            world.host.count.clear()
+            await manager.pause(info.id)
+            assert world.host.count["quiet"] == (not ended)
+            first()
+
+    asyncio.run(_in(world, scenario))
+
+
+async def _in(world: World, scenario: Callable[[Manager], Awaitable[None]]) -> None:
+    async with world.daemon() as manager:
+        await scenario(manager)
