@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,7 +110,6 @@ class Proxy:
             return _answer(403, "The traffic access token is missing or wrong", to)
         for _ in range(MACHINES):
             target = await self._resolver.resolve(to.sandbox_id, to.port, request.path, envd)
-            target.touched()
             try:
                 return await self._exchange(request, to.port, target)
             except EndedError:
@@ -118,9 +117,13 @@ class Proxy:
         raise NotFoundError("The sandbox was not found")
 
     async def _exchange(self, request: Request, port: int, target: Target) -> Response:
-        upstream = self._upstream(target)
         try:
-            return await _Exchange(self, upstream, request, port).run()
+            upstream = self._upstream(target)
+        except BaseException:
+            target.ended()
+            raise
+        try:
+            return await _Exchange(self, upstream, request, port, target.ended).run()
         except (ConnectionLostError, PortClosedError, ConnectError, OSError) as error:
             if upstream.ended:
                 raise NotFoundError("The sandbox was not found") from error
@@ -178,13 +181,16 @@ class Proxy:
 class _Exchange:
     """One forwarded request. It holds one connection from `run` until the answer's end, and gives it back once."""
 
-    __slots__ = ("_connection", "_port", "_proxy", "_request", "_upstream")
+    __slots__ = ("_connection", "_ended", "_port", "_proxy", "_request", "_upstream")
 
-    def __init__(self, proxy: Proxy, upstream: Upstream, request: Request, port: int) -> None:
+    def __init__(
+        self, proxy: Proxy, upstream: Upstream, request: Request, port: int, ended: Callable[[], None]
+    ) -> None:
         self._proxy = proxy
         self._upstream = upstream
         self._request = request
         self._port = port
+        self._ended = ended
         self._connection: Connection | None = None
 
     async def run(self) -> Response:
@@ -225,7 +231,7 @@ class _Exchange:
                 # client's body is gone, so the request can be sent again.
                 if error.answered or body is not None or self._upstream.ended or request.disconnected:
                     raise
-                self.finish(abort=True)
+                self._give_back(abort=True)
         connection = await self._proxy.connect(self._upstream, self._port)
         self._connection = connection
         if request.disconnected:
@@ -240,6 +246,7 @@ class _Exchange:
     def _switch(self, response: ClientResponse, connection: Connection) -> Response:
         guest = connection.detach()
         self._connection = None
+        self._ended()
         upstream = self._upstream
         client: Stream | None = None
 
@@ -263,7 +270,11 @@ class _Exchange:
         return UpgradeResponse(fields, run)
 
     def finish(self, *, abort: bool = False) -> None:
-        """Give the connection back. May be called again."""
+        """The exchange is over: give the connection back. May be called again."""
+        self._ended()
+        self._give_back(abort=abort)
+
+    def _give_back(self, *, abort: bool) -> None:
         connection, self._connection = self._connection, None
         if connection is not None:
             if abort:

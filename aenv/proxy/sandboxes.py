@@ -6,6 +6,8 @@ from aenv.errors import NotFoundError
 from aenv.proxy.target import SandboxNotFoundError, Target
 from aenv.sandbox.manager import Manager
 
+STARTS_PROGRAM = "/process.Process/Start"  # the answer is the program's output
+
 
 class SandboxResolver:
     """The `Resolver` over a node's manager."""
@@ -23,6 +25,7 @@ class SandboxResolver:
             sandbox, running = await self._manager.reach(sandbox_id)
         except NotFoundError as error:
             raise SandboxNotFoundError from error
+        starts = envd and request_path.endswith(STARTS_PROGRAM)
         return Target(
             sandbox_id,
             running.incarnation,
@@ -30,4 +33,5 @@ class SandboxResolver:
             running.closed,
             envd_token=self._manager.envd_token(sandbox),
             mask_host=sandbox.record.options.network.mask_request_host,
+            ended=sandbox.begin_start() if starts else lambda: None,
         )

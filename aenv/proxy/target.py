@@ -42,7 +42,7 @@ class Target:
     """Done when this incarnation ends (paused, killed, died): every connection to it is dropped at once."""
     envd_token: str | None = None  # what envd wants as X-Access-Token, None when it is open
     mask_host: str | None = None  # Host header for user ports; `${PORT}` stands for the port
-    touched: Callable[[], None] = field(default=lambda: None)  # called for each request that reaches the sandbox
+    ended: Callable[[], None] = field(default=lambda: None)  # called when the exchange that this was made for is over
 
 
 class Resolver(Protocol):

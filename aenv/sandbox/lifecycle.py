@@ -55,9 +55,9 @@ CLOCK_TOLERANCE = 0.08  # seconds that it may be late without being set again
 HEALTH_TIMEOUT = 5.0  # seconds
 SYNC_TIMEOUT = 30.0  # seconds in which a guest has to write its dirty pages to its disk
 IO_RETRY_FIRST, IO_RETRY_LAST = 0.05, 5.0  # seconds until a failed disk request is tried again
-# Seconds after a request in which a pause waits for the guest to come to rest. It may be starting a program; one that is
-# stopped in the middle of that has the expensive part before it once more, for what was translated and cached goes.
-REST_TIME = 0.25
+# Seconds after the start of a program in which a pause waits for the guest to come to rest. In the middle of a start
+# the expensive part would come once more after the resume: what was translated and cached for it goes with the process.
+START_TIME = 0.5
 PAUSE_RETRY = 30.0  # seconds until an automatic pause that failed is tried again
 LINEAGE = 64  # ancestors that a record remembers
 ALIVE = (
@@ -157,7 +157,8 @@ class Lifecycle:
             captured = None
             try:
                 if memory:
-                    await running.vm.quiet(sandbox.asked_at + REST_TIME - asyncio.get_running_loop().time())
+                    if sandbox.since_start < START_TIME:
+                        await running.vm.quiet(START_TIME - sandbox.since_start)
                     captured = await self.machines.capture(
                         running, sandbox.template.machine, restack=self.parking.open, goes_on=False
                     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -31,7 +32,7 @@ class Sandbox:
         self.parked: Running | None = None  # the machine of the last pause, kept for the next resume
         self.ending: asyncio.Task[None] | None = None  # ends the former, or makes the parked one fit for use
         self.settling: asyncio.Task[None] | None = None  # makes the pause of the parked one durable
-        self.asked_at = float("-inf")  # when a request went to its guest last, on the clock of the event loop
+        self._starts: dict[object, float] = {}  # programs whose output somebody waits for: when each was started
         self.timer: asyncio.TimerHandle | None = None
         self.lock = asyncio.Lock()
         self.doomed = False
@@ -51,6 +52,21 @@ class Sandbox:
         record = self.record
         if record.upper is not None and record.upper != disk.upper:
             record.disk, record.upper = [*record.disk, record.upper], disk.upper
+
+    def begin_start(self) -> Callable[[], None]:
+        """A program is started in its guest. To be told when its output has ended: call what this returns."""
+        key = object()
+        self._starts[key] = asyncio.get_running_loop().time()
+
+        def ended() -> None:
+            self._starts.pop(key, None)
+
+        return ended
+
+    @property
+    def since_start(self) -> float:
+        """Seconds since a program was started that has not ended yet, as far as it is known."""
+        return asyncio.get_running_loop().time() - max(self._starts.values(), default=float("-inf"))
 
     def checkpoint(self, folder: Path) -> Checkpoint:
         """What its next machine is made from, in its directory."""

@@ -286,7 +286,6 @@ class Manager:
                 raise NotFoundError(f"sandbox {sandbox_id} is not running") from error
         if not sandbox.is_up or sandbox.running is None:
             raise NotFoundError(f"sandbox {sandbox_id} is not running")
-        sandbox.asked_at = asyncio.get_running_loop().time()
         return sandbox, sandbox.running
 
     def envd_token(self, sandbox: Sandbox) -> str | None:

@@ -59,9 +59,10 @@ TCG_CPU = "max,erms=off,fsrm=off,smap=off"
 # Mappings that a process may have (vm.max_map_count, unless somebody has changed it), and what QEMU itself needs.
 MAPPINGS_LIMIT = 65530
 OWN_MAPPINGS = 1000
-# A machine is idle when its process has used little CPU time from one look to the next. (The kernel accounts for a thread
-# that runs at every tick only, of 4 ms or so; the timers of an idle guest take up to 1 ms at a time.)
+# A machine is idle when its process has used little CPU time from one look to the next. (The kernel adds up what
+# running threads use at every tick only, of 4 ms or so; the timers of an idle guest take up to 1 ms at a time.)
 QUIET_LOOK = 0.008  # seconds
+QUIET_LOOKS = 6  # in a row: a program that waits for its disk is not at rest
 QUIET_SHARE = 0.3  # of one CPU
 
 _VERSION = re.compile(r"version (\d+\.\d+\.\d+)")
@@ -436,15 +437,15 @@ class QemuVm(Vm):
 
     async def quiet(self, patience: float) -> bool:
         loop = asyncio.get_running_loop()
-        now, used, quiet = loop.time(), self._process.cpu_time(), False
+        now, used, looks = loop.time(), self._process.cpu_time(), 0
         deadline = now + patience
-        while not quiet and now < deadline and self.state is VmState.RUNNING:
+        while looks < QUIET_LOOKS and now < deadline and self.state is VmState.RUNNING:
             # Nothing tells when a process has nothing to do, so we look at what CPU time it has used.
             await asyncio.sleep(QUIET_LOOK)
             began, before = now, used
             now, used = loop.time(), self._process.cpu_time()
-            quiet = (used - before) / 1e9 < QUIET_SHARE * (now - began)
-        return quiet or self.state is not VmState.RUNNING
+            looks = looks + 1 if (used - before) / 1e9 < QUIET_SHARE * (now - began) else 0
+        return looks == QUIET_LOOKS or self.state is not VmState.RUNNING
 
     async def pause(self) -> None:
         self._require(VmState.RUNNING, VmState.PAUSED, VmState.IO_ERROR)

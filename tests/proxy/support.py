@@ -6,6 +6,7 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 from aenv.http.client import ClientResponse, Connection
@@ -28,19 +29,22 @@ class Guest:
         self.ports: dict[int, int] = {}
         self.loopback: dict[int, int] = {}
         self.connects: list[int] = []
-        self.touches = 0
+        self.asked = 0
+        self.open: set[object] = set()  # exchanges that are not over
         self.traffic_token: str | None = fields.pop("traffic_token", None)
         self.fields = fields
         self.target = self.incarnate("1")
 
     def incarnate(self, name: str) -> Target:
-        self.target = Target(
-            "iabc", name, self.connect, asyncio.get_running_loop().create_future(), touched=self.touch, **self.fields
-        )
+        self.target = Target("iabc", name, self.connect, asyncio.get_running_loop().create_future(), **self.fields)
         return self.target
 
-    def touch(self) -> None:
-        self.touches += 1
+    def exchange(self) -> Target:
+        """Its target, for one request."""
+        key = object()
+        self.open.add(key)
+        self.asked += 1
+        return replace(self.target, ended=lambda: self.open.discard(key))
 
     def kill(self) -> None:
         self.target.closed.set_result(None)
@@ -88,7 +92,7 @@ class Table:
         guest = self.guests.get(sandbox_id)
         if guest is None or guest.target.closed.done():
             raise SandboxNotFoundError
-        return guest.target
+        return guest.exchange()
 
 
 async def connected(port: int) -> socket.socket:
@@ -166,6 +170,7 @@ async def world(limits: ProxyLimits | None = None, **fields: Any) -> AsyncIterat
     async with AsyncExitStack() as stack:
         table = Table()
         guest = table.guests["iabc"] = Guest(**fields)
+        stack.callback(_all_ended, table)
         proxy = Proxy(table, domain="e2b.test", limits=limits)
         stack.callback(proxy.close)
         server = await Server.start(proxy.handler(control))
@@ -174,3 +179,8 @@ async def world(limits: ProxyLimits | None = None, **fields: Any) -> AsyncIterat
         guest.ports[ENVD_PORT] = await made.serve(guest.agent)
         guest.ports[80] = await made.serve(reflect)
         yield made
+
+
+def _all_ended(table: Table) -> None:
+    """When all is closed, every exchange has been told to be over."""
+    assert [guest.open for guest in table.guests.values() if guest.open] == []

@@ -58,7 +58,7 @@ def test_headers_of_a_forwarded_request() -> None:
                 ("x-forwarded-proto", "http"), ("x-forwarded-for", "9.9.9.9, 127.0.0.1"), ("content-length", "7"),
             ]
         )  # fmt: skip
-        assert w.guest.touches == 1
+        assert (w.guest.asked, w.guest.open) == (1, set())
 
     in_world(test)
 
@@ -256,6 +256,7 @@ def test_a_machine_that_ends_while_it_is_connected_to(again: bool) -> None:
         else:
             assert (response.status, told["message"]) == (502, "The sandbox was not found")
         assert len(w.table.asked) == 2
+        assert w.guest.asked == 2 - (not again)
 
     in_world(test)
 

@@ -451,9 +451,4 @@ def test_a_pause_waits_for_a_program_that_starts(world: World) -> None:
             assert world.host.count["quiet"] == (not ended)
             first()
 
-    asyncio.run(_in(world, scenario))
-
-
-async def _in(world: World, scenario: Callable[[Manager], Awaitable[None]]) -> None:
-    async with world.daemon() as manager:
-        await scenario(manager)
+    run(world, scenario)
