@@ -9,6 +9,7 @@ be there, what was begun later must not.
 from __future__ import annotations
 
 import enum
+import functools
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -132,7 +133,8 @@ class History:
                 continue  # it tells nothing about the state
             if call.verb is Verb.TALK and call.outcome in (Outcome.CUT, Outcome.MISSING) and cut(call, calls):
                 # What had been sent when its machine ended is answered as if there were no sandbox.
-                self.calls.append(replace(call, outcome=Outcome.UNKNOWN))
+                if rules.wakes:
+                    self.calls.append(replace(call, outcome=Outcome.UNKNOWN))
                 continue
             self.calls.append(call)
             if call.verb is Verb.ROLLBACK and call.outcome is not Outcome.CONFLICT:
@@ -285,7 +287,7 @@ class Bounds:
     may: frozenset[str] = frozenset()
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Taken:
     """A capture of `source`; of nothing for the first sandbox. `keeper`: what ran in it runs in those made from it;
     `written`: what was acknowledged is in it."""
@@ -297,7 +299,9 @@ class Taken:
     keeper: bool = True
     written: bool = True
 
+    @functools.cached_property
     def bounds(self) -> list[Bounds]:
+        """Once nobody writes any more."""
         if self.source is None:
             return [Bounds()]
         found = self.source.bounds(self.began, self.ended)
@@ -329,7 +333,7 @@ class Diary:
                 continue
             must = frozenset(n.value for n in self.notes if n.began > origin.ended and n.ended < began)
             may = frozenset(n.value for n in self.notes if n.ended > origin.began and n.began < ended)
-            for below in itertools.chain.from_iterable(taken.bounds() for taken in origin.taken):
+            for below in itertools.chain.from_iterable(taken.bounds for taken in origin.taken):
                 found.add(Bounds(must | below.must, may | must | below.may))
         return list(found)
 
