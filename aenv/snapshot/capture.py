@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
+import re
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine
@@ -27,8 +28,8 @@ from aenv.vmm.base import MemoryMap, MemoryRegion, Vm
 THREADS = min(4, os.cpu_count() or 1)
 # Index, trailer and what the guest writes between the look at its memory and its stop.
 SPACE_MARGIN = 16 << 20
-# What page cache is made for ahead. More would hold up a snapshot longer than it shortens the stop.
-ROOM_LIMIT = 512 << 20
+# The part of the host's available memory that is made ready ahead as page cache for one layer.
+ROOM_SHARE = 4
 
 T = TypeVar("T")
 
@@ -109,7 +110,7 @@ class _Collector:
             self._fds = [_opened(self._stack, path, os.O_RDONLY) for path in self._parent.files] if self._parent else []
             self._out = _opened(self._stack, self._layer, os.O_RDWR | os.O_CREAT | os.O_EXCL)
             if self._ahead and expected:
-                room = min(expected + expected // 8, ROOM_LIMIT)
+                room = min(expected + expected // 8, _available_bytes() // ROOM_SHARE)
                 self._room = memory.Room(self._out, room, threads=THREADS)
                 self._stack.callback(self._room.close)
         except OSError as error:
@@ -234,6 +235,12 @@ async def write_base(vm: Vm, *, state: Path, layer: Path) -> CaptureStats:
             path.unlink(missing_ok=True)
         raise
     return dataclasses.replace(captured.stats, sync_s=time.perf_counter() - begin)
+
+
+def _available_bytes() -> int:
+    """Memory that can be had without swapping (MemAvailable of proc(5))."""
+    found = re.search(rb"^MemAvailable: +([0-9]+) kB$", Path("/proc/meminfo").read_bytes(), re.MULTILINE)
+    return 0 if found is None else int(found[1]) << 10
 
 
 def _free_bytes(folder: Path) -> int:
