@@ -342,12 +342,13 @@ class Diary:
         return any(o.sure and o.began > origin.ended and o.ended < began for o in self.origins if o is not origin)
 
 
-def out_of_order(found: Sequence[str], notes: dict[str, Note]) -> str | None:
-    """The first value that stands after one which was begun when it had been acknowledged; or that is there twice."""
+def out_of_order(found: Sequence[str], notes: dict[str, Note], bounds: Sequence[Bounds]) -> str | None:
+    """A value that stands after one which was begun when it had been acknowledged; or that is there twice. What was
+    under way when a sandbox was captured comes to its end in each copy, whenever that runs."""
     if len(set(found)) != len(found):
         return next(value for value in found if found.count(value) > 1)
     earliest, culprit = NEVER, ""
-    for value in reversed(found):
+    for value in reversed([value for value in found if all(value in b.must for b in bounds)]):
         if notes[value].began > earliest:
             return culprit
         if notes[value].ended < earliest:

@@ -49,7 +49,7 @@ from tests.integration.histories import (
 
 pytestmark = [pytest.mark.vm, pytest.mark.timeout(0 if "AENV_TEST_SECONDS" in os.environ else 120)]
 
-SECONDS = float(os.environ.get("AENV_TEST_SECONDS", "6"))  # that the clients are at work, in each test
+SECONDS = float(os.environ.get("AENV_TEST_SECONDS", "4"))  # that the clients are at work, in each test
 SEED = os.environ.get("AENV_TEST_SEED")
 CLIENTS = 8
 ALIVE = 6  # sandboxes at a time
@@ -335,7 +335,7 @@ class World:
             if problem := unexplained(values, bounds):
                 told = "\n".join(f"{n.began:9.3f} {n.ended:9.3f}  {n.value}" for n in box.diary.notes)
                 self.fail(f"{problem} in {when}; notes:\n{told}\n{box.diary.origins}", box)
-            if culprit := out_of_order(values, self.notes):
+            if culprit := out_of_order(values, self.notes, bounds):
                 self.fail(f"{culprit} is out of order in {when}: {values}", box)
             if damaged := [v for v in found["damaged"] if any(v in b.must for b in bounds)]:
                 self.fail(f"damaged in {when}: {damaged}", box)
