@@ -9,14 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 import shutil
 from collections.abc import Coroutine
 from dataclasses import replace
-from datetime import UTC, datetime, timedelta
 from typing import Any, TypeVar
 
-from aenv.agent.client import Agent, Init, identity
 from aenv.config import Config
 from aenv.errors import (
     AenvError,
@@ -30,6 +27,7 @@ from aenv.errors import (
 from aenv.network.base import Policy
 from aenv.observe.events import Event
 from aenv.sandbox.chains import Chains
+from aenv.sandbox.greeting import Greeting
 from aenv.sandbox.live import Sandbox
 from aenv.sandbox.machines import Machines, Running
 from aenv.sandbox.parking import Parking
@@ -50,8 +48,6 @@ from aenv.vmm.base import VmState
 log = logging.getLogger("aenv.sandbox")
 T = TypeVar("T")
 
-CLOCK_AHEAD = 0.05  # seconds that a guest's clock may be set ahead at most
-CLOCK_TOLERANCE = 0.08  # seconds that it may be late without being set again
 HEALTH_TIMEOUT = 5.0  # seconds
 SYNC_TIMEOUT = 30.0  # seconds in which a guest has to write its dirty pages to its disk
 IO_RETRY_FIRST, IO_RETRY_LAST = 0.05, 5.0  # seconds until a failed disk request is tried again
@@ -102,7 +98,7 @@ class Lifecycle:
         self._tokens = tokens
         self._domain = domain
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._answers = 0.0  # seconds that guests take to answer /init of late
+        self._greeting = Greeting(config["agent.timeout"])
 
     # Operations: each holds the lock and moves the record
 
@@ -335,74 +331,10 @@ class Lifecycle:
         self.set_end(sandbox, record.end_at)
 
     async def initialise(self, sandbox: Sandbox, running: Running) -> None:
-        """POST /init until the agent has answered: a restored one does so at once, a booting one in some seconds."""
-        manifest, options = sandbox.template.manifest, sandbox.record.options
-        agent = running.agent(None)
-        limit = self.config["agent.timeout"]
-        deadline = asyncio.get_running_loop().time() + limit
-        body = identity(
-            sandbox.id,
-            sandbox.template.id,
-            token=self.envd_token(sandbox),
-            env={**manifest.context.env, **options.env},
-            user=manifest.context.user,
-            workdir=manifest.context.workdir or "",
-            incarnation=running.incarnation,
-            machine_id=sandbox.record.machine_id or secrets.token_hex(16),
-        )
-        sandbox.record.machine_id = body.machine_id
-        last = "no answer"
-        while True:
-            if running.closed.done():
-                raise NotFoundError(f"sandbox {sandbox.id} was killed while it started")
-            try:
-                late = await self._tell(agent, body, running, deadline)
-                if late > CLOCK_TOLERANCE:  # a busy host
-                    self.own(self._correct_clock(agent, body, running))
-                return
-            except (GuestError, TimeoutError) as error:
-                last = str(error) or last
-            if running.vm.exited.done():
-                outcome = running.vm.exited.result()
-                raise GuestError(f"the machine ended while it started: {outcome.reason}\n{outcome.serial_tail}".strip())
-            if asyncio.get_running_loop().time() >= deadline:
-                tail = await running.vm.serial_tail()
-                raise GuestError(
-                    f"the guest agent did not answer within {limit} s ({last}); end of the serial console:\n{tail}"
-                )
-            await asyncio.wait([running.vm.exited], timeout=0.05)  # it boots: nothing tells when its agent listens
-
-    async def _tell(self, agent: Agent, body: Init, running: Running, deadline: float) -> float:
-        """One POST /init. The guest sets its clock somewhere between our question and its answer, so it is told the
-        time in the middle of that, as far as the answers before tell. Returns how late its clock may be, in seconds."""
-        loop = asyncio.get_running_loop()
-        began, ahead = loop.time(), min(self._answers / 2, CLOCK_AHEAD)
-        body.timestamp = (datetime.now(UTC) + timedelta(seconds=ahead)).isoformat()
-        await self._first(agent.init(body), running, deadline)
-        took = loop.time() - began
-        self._answers += (took - self._answers) / 4
-        return took - ahead
-
-    async def _correct_clock(self, agent: Agent, body: Init, running: Running) -> None:
-        """Tell the time once more: this answer is quick, for the code that gives it has run. It is on its way before
-        whoever waits for the sandbox hears of it, and the agent takes one request after the other."""
-        try:
-            await self._tell(agent, body, running, asyncio.get_running_loop().time() + HEALTH_TIMEOUT)
-        except (GuestError, TimeoutError) as error:
-            log.info("the clock of sandbox %s was not corrected: %s", body.sandbox_id, error)
-
-    async def _first(self, work: Coroutine[Any, Any, None], running: Running, deadline: float) -> None:
-        """Wait for `work`, but not longer than its machine lives. Raises TimeoutError when it did not finish."""
-        attempt = asyncio.ensure_future(work)
-        left = max(0.0, deadline - asyncio.get_running_loop().time())
-        try:
-            events: list[asyncio.Future[Any]] = [attempt, running.closed, running.vm.exited]
-            await asyncio.wait(events, timeout=left, return_when=asyncio.FIRST_COMPLETED)
-            if not attempt.done():
-                raise TimeoutError
-            attempt.result()
-        finally:
-            attempt.cancel()
+        """Tell the guest's agent who it is now, as soon as it listens. Raises GuestError, NotFoundError."""
+        late = await self._greeting.greet(sandbox, running, self.envd_token(sandbox))
+        if late is not None:
+            self.own(late)
 
     async def apply_network(self, sandbox: Sandbox, network: NetworkOptions, policy: Policy) -> None:
         async with sandbox.lock:
