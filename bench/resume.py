@@ -3,7 +3,8 @@
 Two planes in one run: the engine (calls inside this process) and HTTP (a request to a daemon in this process). The
 engine is measured with three kinds of pool: `warm`, a machine restored ahead that has answered once; `prepared`, a VMM
 process that waits for its state; and `none`, everything from nothing. What is resumed is the template, or (from a
-prepared process) a paused sandbox and a snapshot of one. The rival is what one does without this system: QEMU's own
+prepared process) a paused sandbox and a snapshot of one. Over HTTP, what is resumed is `parked`: the machine of a pause
+a moment ago. The rival is what one does without this system: QEMU's own
 save of the whole machine to a file and `-incoming` from it, on the same guest, interleaved.
 """
 
@@ -36,6 +37,7 @@ from bench.templates import started
 PAUSE_BETWEEN = 0.6  # seconds: the pool refills while nobody is measured
 Ends = dict[str, float]
 M = TypeVar("M", bound="Started")
+T = TypeVar("T")
 
 
 class Started(Reachable, Protocol):
@@ -72,7 +74,9 @@ async def run(config: Config, n: int, say: Callable[[str], None]) -> dict[str, A
                 await _settle(machines, template)
                 note("rival: QEMU -incoming", "none", "template", await _rival(rival, template))
                 await _settle(machines, template)
-                note("http", "warm", "template", await _over_http(node))
+                created, resumed = await _over_http(node)
+                note("http", "warm", "template", created)
+                note("http", "parked", "paused", resumed)
                 say(f"round {number + 1} of {n}")
     facts |= {
         "vmm": f"{node.vmm.kind.value} {node.vmm.version}",
@@ -97,7 +101,7 @@ async def _paused(node: Node, template: Template) -> AsyncIterator[Checkpoint]:
             await running.vm.resume()
             await running.agent(None).init(_identity(name, template))
             await Guest.behind(running).true()
-            captured = await machines.capture(running, template.machine, restack=False)
+            captured = await machines.capture(running, template.machine, restack=False, goes_on=False)
         finally:
             await machines.end(running)
         checkpoint = Checkpoint(
@@ -195,21 +199,20 @@ def _identity(name: str, template: Template) -> Init:
     )
 
 
-async def _over_http(node: Node) -> Ends:
+async def _over_http(node: Node) -> tuple[Ends, Ends]:
+    """What a client waits for: create, pause and kill; and the resume right after the pause."""
     client = Client(node)
-    began = time.perf_counter()
-    box = await client.create()
-    ends = {"created": time.perf_counter() - began}
-    await box.true()
-    ends["C"] = time.perf_counter() - began
-    ends["first command"] = ends["C"] - ends["created"]
-    for name, method, path, body in (
-        ("pause", "POST", "/sandboxes/{}/pause", {}),
-        ("resumed", "POST", "/v2/sandboxes/{}/connect", {}),
-        ("killed", "DELETE", "/sandboxes/{}", None),
-    ):
-        begin = time.perf_counter()
-        await client.call(method, path.format(box.id), body)
-        ends[name] = time.perf_counter() - begin
+
+    async def timed(work: Awaitable[T]) -> tuple[T, float]:
+        began = time.perf_counter()
+        return await work, (time.perf_counter() - began) * 1000
+
+    box, created = await timed(client.create())
+    _, first = await timed(box.true())
+    _, paused = await timed(client.call("POST", f"/sandboxes/{box.id}/pause", {}))
+    _, resumed = await timed(client.call("POST", f"/v2/sandboxes/{box.id}/connect", {}))
+    _, command = await timed(box.true())
+    _, killed = await timed(client.kill(box))
     client.close()
-    return {end: seconds * 1000 for end, seconds in ends.items()}
+    ends = {"created": created, "C": created + first, "first command": first, "pause": paused, "killed": killed}
+    return ends, {"B": resumed, "C": resumed + command}

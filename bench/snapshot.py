@@ -48,7 +48,7 @@ async def run(config: Config, n: int, say: Say) -> dict[str, Any]:
     """`n` samples of the small sizes, fewer of the large ones; each row says how many."""
     facts = host_facts()
     async with of_size(config, MEMORY_MIB, say) as name:
-        async with started(with_settings(config, vmm__pool=1)) as node:
+        async with started(with_settings(config, vmm__pool=1, vmm__parked=0)) as node:
             with Timeline() as timeline:
                 bench = _Bench(node, node.repository.find(name), timeline, await compiled_writer(), say)
                 rows = await bench.rows(n)

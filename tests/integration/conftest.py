@@ -163,6 +163,16 @@ class Daemon:
             (record,) = db.execute("SELECT record FROM sandboxes WHERE id = ?", (sandbox.sandbox_id,)).fetchone()
         return int(json.loads(record)["machine"]["pid"])
 
+    def block_server(self, besides: int = 0) -> int:
+        """The process that serves its disks, if it is not `besides`; 0 when there is none."""
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit() and int(entry.name) != besides:
+                with contextlib.suppress(OSError):  # it has just ended
+                    words = (entry / "cmdline").read_bytes().split(b"\0")
+                    if b"ublk" in words and any(os.fsencode(self.home.run) in word for word in words):
+                        return int(entry.name)
+        return 0
+
     def folders(self) -> set[str]:
         """The directories of sandboxes, without those of machines that wait to become one."""
         return {f.name for f in self.home.sandboxes.iterdir() if not (f / WARM_MARK).exists()}

@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 
 import pytest
 from e2b import Sandbox, SandboxException
 
 from aenv.snapshot.compaction import DEPTH_LIMIT
-from tests.integration.conftest import LISTENS, Daemon, wait_until
+from tests.integration.conftest import LISTENS, Daemon, NewDaemon, wait_until
 
 pytestmark = pytest.mark.vm
 
 CYCLES = 20
+
+
+@pytest.fixture(scope="module", params=[0, 8], ids=["ended", "parked"])
+def daemon(module_daemons: NewDaemon, request: pytest.FixtureRequest) -> Daemon:
+    """One that ends the machines of paused sandboxes, and one that parks them."""
+    return module_daemons(AENV_VMM_PARKED=str(request.param)).start()
+
+
+def parks(daemon: Daemon) -> bool:
+    return daemon.environment["AENV_VMM_PARKED"] != "0"
+
+
 # Counts in memory only; answers with its number and what it was told at its start.
 COUNTER = """
 import os, time
@@ -51,14 +65,15 @@ def test_memory_processes_and_files_survive(daemon: Daemon) -> None:
     sandbox.pause()
     assert daemon.list()[sandbox.sandbox_id] == "paused"
     assert not sandbox.is_running()
-    wait_until(lambda: vmm not in daemon.vmms(), "end of its process")
+    if not parks(daemon):
+        wait_until(lambda: vmm not in daemon.vmms(), "end of its process")
     with pytest.raises(SandboxException):
         sandbox.commands.run("true", request_timeout=20)
 
     again = daemon.connect(sandbox.sandbox_id)
     try:
         assert again.sandbox_id == sandbox.sandbox_id
-        assert daemon.vmm_of(again) != vmm
+        assert (daemon.vmm_of(again) == vmm) == parks(daemon)
         later, same = counter(again)
         assert (later >= number, same) == (True, identity), "the same process with the same memory"
         wait_until(lambda: counter(again)[0] > later, "progress of the counter")
@@ -127,7 +142,7 @@ def test_many_cycles(daemon: Daemon) -> None:
         # Of disk and memory: the template's layer, the layers above it before some are merged, and what is open.
         most = 2 * (1 + DEPTH_LIMIT + 2)
         wait_until(lambda: len(list(folder.glob("*.lsmt"))) <= most, "merging of layers")
-        wait_until(lambda: len(daemon.vmms()) <= 4, "end of former processes")
+        wait_until(lambda: len(daemon.vmms()) <= 6, "end of former processes")
     finally:
         sandbox.kill()
 
@@ -186,3 +201,44 @@ def test_a_paused_sandbox_can_be_killed_and_is_paused_once(daemon: Daemon) -> No
     assert sandbox.kill() is True
     assert sandbox.sandbox_id not in daemon.list()
     assert not (daemon.home.sandboxes / sandbox.sandbox_id).exists()
+
+
+@pytest.mark.parametrize("killed", ["machine", "daemon", "block server"])
+def test_what_is_parked_may_go_at_any_moment(new_daemon: NewDaemon, killed: str) -> None:
+    """A pause is in files: its process only saves time."""
+    daemon = new_daemon(AENV_VMM_PARKED="8").start()
+    sandbox = daemon.create()
+    vmm = daemon.vmm_of(sandbox)
+    sandbox.commands.run("echo memory > /dev/shm/word; echo disk > /home/user/word")
+    sandbox.pause()
+    assert vmm in daemon.vmms()
+    if killed == "machine":
+        os.kill(vmm, signal.SIGKILL)
+    elif killed == "daemon":
+        daemon.crash()
+        daemon.start()
+        assert vmm not in daemon.vmms()
+    else:
+        server = daemon.block_server()
+        os.kill(server, signal.SIGKILL)
+        wait_until(lambda: daemon.block_server(besides=server), "another block server")
+    again = daemon.connect(sandbox.sandbox_id)
+    assert again.commands.run("cat /dev/shm/word /home/user/word").stdout == "memory\ndisk\n"
+    again.pause()
+    again = daemon.connect(sandbox.sandbox_id)
+    assert again.commands.run("cat /dev/shm/word /home/user/word").stdout == "memory\ndisk\n"
+    again.kill()
+    assert daemon.stop() == 0
+
+
+def test_a_parked_machine_has_its_time(new_daemon: NewDaemon) -> None:
+    daemon = new_daemon(AENV_VMM_PARKED="1", AENV_VMM_PARKED_TIME="1").start()
+    first, second = daemon.create(), daemon.create()
+    vmms = [daemon.vmm_of(first), daemon.vmm_of(second)]
+    first.pause()
+    second.pause()
+    wait_until(lambda: not set(vmms) & set(daemon.vmms()), "end of both, of one for the other and of one by itself")
+    for sandbox in (first, second):
+        again = daemon.connect(sandbox.sandbox_id)
+        assert again.commands.run("echo fine").stdout == "fine\n"
+        again.kill()
