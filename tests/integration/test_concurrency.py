@@ -70,7 +70,8 @@ def written(name):
     except FileNotFoundError:
         return b""
 def log():
-    return written("log").decode().split()
+    # A guest that was cut off before it had written all may find zeros at the end of a file that was growing.
+    return written("log").replace(b"\\0", b"").decode().split()
 memory, lock = {value: block(value) for value in log()}, threading.Lock()
 def keep(value):
     with open(f"{FOLDER}/{value}", "wb") as file:
