@@ -453,10 +453,12 @@ class Lifecycle:
             elif sandbox.timer is None:
                 await self.end(sandbox, Event.EXPIRED, "killed")
         except ConflictError:
-            pass  # somebody was faster: it is paused or gone, which is what the timer wanted, or has more time
+            pass  # somebody was faster: it is paused, which is what the timer wanted, or has more time
         except AenvError as error:
+            if sandbox.doomed:
+                return  # killed meanwhile
             log.error("sandbox %s could not be paused at its time-out: %s", sandbox.id, error)
-            if sandbox.state is SandboxState.RUNNING and not sandbox.doomed:
+            if sandbox.state is SandboxState.RUNNING:
                 self.event(sandbox, Event.FAILED, f"pause at time-out failed: {error.message}")
                 self.set_end(sandbox, max(sandbox.record.end_at, now() + PAUSE_RETRY))
 

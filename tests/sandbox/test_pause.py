@@ -310,6 +310,33 @@ def test_who_was_told_that_there_is_more_time_has_it(world: World, more: str, on
     run(world, scenario)
 
 
+@pytest.mark.parametrize("by", ["snapshot", "time"])
+def test_a_kill_while_a_time_out_pauses_is_no_error(world: World, by: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Its time is over, and the pause waits for a snapshot that is under way, or is under way itself."""
+
+    async def scenario(manager: Manager) -> None:
+        sandbox = manager._sandboxes[(await manager.create(options(on_timeout=OnTimeout.PAUSE))).id]
+        world.host.hold["capture"] = asyncio.Event()
+        if by == "snapshot":
+            under_way = [asyncio.create_task(manager.snapshot(sandbox.id))]
+            await world.host.until("capture")
+        manager._life.stop_timer(sandbox)
+        manager._life._expire(sandbox)
+        if by == "time":
+            under_way = []
+            await world.host.until("capture")
+        killing = asyncio.create_task(manager.kill(sandbox.id))
+        await until(lambda: sandbox.doomed)
+        world.host.hold.pop("capture").set()
+        await asyncio.gather(killing, *under_way, return_exceptions=True)
+        await settled(manager)
+        assert await gone(manager, sandbox.id)
+
+    with caplog.at_level(logging.ERROR):
+        run(world, scenario)
+    assert caplog.text == ""
+
+
 def test_resume_can_change_what_happens_at_the_end(world: World) -> None:
     async def scenario(manager: Manager) -> None:
         info = await manager.create(BASE)
