@@ -117,8 +117,12 @@ BREAKS = (Verb.PAUSE, Verb.KILL, Verb.ROLLBACK, Verb.CRASH)
 
 
 def cut(call: Call, calls: Iterable[Call]) -> bool:
-    """Whether one of the others may have cut the connection of `call`: a time-out does so at any time later."""
-    return any(c.overlaps(call) if c.verb in BREAKS else c.verb is Verb.TIMEOUT for c in calls if c is not call)
+    """Whether one of the others may have cut the connection of `call`: a time-out does so from when it is due."""
+    return any(
+        c.overlaps(call) if c.verb in BREAKS else c.verb is Verb.TIMEOUT and c.began + c.seconds < call.ended + CLOCKS
+        for c in calls
+        if c is not call
+    )
 
 
 class History:
