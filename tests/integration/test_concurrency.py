@@ -48,7 +48,7 @@ from tests.integration.histories import (
 )
 
 ASKED_FOR = os.environ.get("AENV_TEST_SECONDS")
-SECONDS = float(ASKED_FOR or 4)  # that the clients are at work
+SECONDS = float(ASKED_FOR or 8)  # that the clients are at work
 SEED = os.environ.get("AENV_TEST_SEED")
 pytestmark = [pytest.mark.vm, pytest.mark.timeout(120 if ASKED_FOR is None else 0)]
 CLIENTS = 8
@@ -768,7 +768,7 @@ def no_errors(world: World) -> None:
     assert " ERROR " not in world.daemon.log_file.read_text(), world.daemon.log()
 
 
-KILLED = [no_errors, *[block_server_dies, daemon_dies] * max(1, round(SECONDS / 60))]
+KILLED = [no_errors, *[block_server_dies, daemon_dies] * max(1, round(SECONDS / 30))]
 
 
 @pytest.mark.parametrize("disturbances", [KILLED] if ASKED_FOR is None else [[], KILLED], ids=len)
