@@ -26,6 +26,7 @@ from aenv._native.lsmt import (
     Stack,
     Writer,
     create_writable,
+    load_nanoseconds,
     lookup_nanoseconds,
     time_faults,
     time_reads,
@@ -148,11 +149,25 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
+def lookups(count: int) -> Rows:
+    """Searches, each depending on the one before, in turn with loads from as much memory: these are their floor."""
+    rounds = 200_000
+    rows: Rows = []
+    for scattered in (False, True):
+        found = []
+        for number in range(5):
+            ns, size = lookup_nanoseconds(count, rounds, number, scattered=scattered)
+            found.append((ns, size, load_nanoseconds(int(size * count), rounds, number)))
+        ns, size, floor = (statistics.median(column) for column in zip(*found, strict=True))
+        rows.append({
+            "bench": "lookup", "segments": count, "of": "64 layers, scattered" if scattered else "1 layer",
+            "ns": round(ns, 1), "load_ns": round(floor, 1), "bytes_each": round(size, 1),
+        })  # fmt: skip
+    return rows
+
+
 def bookkeeping(folder: Path, rounds: int) -> Rows:
-    rows: Rows = [
-        {"bench": "lookup", "segments": count, "ns": round(median(lambda: lookup_nanoseconds(count, 200_000), 3), 1)}  # noqa: B023
-        for count in (1000, 100_000, 1_000_000, 6_000_000)
-    ]
+    rows = [row for count in (1000, 100_000, 1_000_000, 6_000_000) for row in lookups(count)]
     paths = [folder / f"stripes-64-{i}" for i in range(32)]
 
     def open_cold() -> float:

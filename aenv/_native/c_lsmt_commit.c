@@ -117,18 +117,19 @@ static bool stays_zero(const struct segment *s, uint64_t bridge)
 static int copy_all(struct commit *commit, const struct index *flat, uint64_t limit, uint64_t max_entries)
 {
     uint64_t last = 0;
-    for (size_t i = 0; i < flat->count; i++) {
-        const struct segment *s = &flat->segments[i];
-        uint64_t begin = seg_offset(s), end = seg_end(s) < limit ? seg_end(s) : limit;
+    struct index_cursor cursor = {0, 0};
+    struct segment s;
+    for (bool first = true; index_at(flat, &cursor, &s); cursor.slot++, first = false) {
+        uint64_t begin = seg_offset(&s), end = seg_end(&s) < limit ? seg_end(&s) : limit;
         if (begin >= limit)
             break;
         int rc = 0;
-        if (i && begin > last && begin - last <= commit->bridge)
+        if (!first && begin > last && begin - last <= commit->bridge)
             rc = bridge_gap(commit, last, begin);
-        if (!rc && commit->bridge && stays_zero(s, commit->bridge))
+        if (!rc && commit->bridge && stays_zero(&s, commit->bridge))
             rc = put_run(commit, begin, end - begin, NULL, ZERO);
         else if (!rc)
-            rc = copy_range(commit, begin, end, stays_zero(s, commit->bridge));
+            rc = copy_range(commit, begin, end, stays_zero(&s, commit->bridge));
         if (rc)
             return rc;
         if (writer_entries(commit->writer) > max_entries)
@@ -144,18 +145,19 @@ static uint64_t entries_with_bridge(const struct index *flat, uint64_t bridge)
 {
     const uint64_t entry = LSMT_MAX_LENGTH / PIECE * PIECE;
     uint64_t entries = 0, run = 0, last = 0;
-    for (size_t i = 0; i < flat->count; i++) {
-        const struct segment *s = &flat->segments[i];
-        uint64_t gap = seg_offset(s) - last;
-        if (i && gap <= bridge)
+    struct index_cursor cursor = {0, 0};
+    struct segment s;
+    for (bool first = true; index_at(flat, &cursor, &s); cursor.slot++, first = false) {
+        uint64_t gap = seg_offset(&s) - last;
+        if (!first && gap <= bridge)
             run += gap;
-        if ((i && gap > bridge) || stays_zero(s, bridge))
+        if ((!first && gap > bridge) || stays_zero(&s, bridge))
             entries += (run + entry - 1) / entry, run = 0;
-        if (stays_zero(s, bridge))
+        if (stays_zero(&s, bridge))
             entries++;
         else
-            run += seg_length(s);
-        last = seg_end(s);
+            run += seg_length(&s);
+        last = seg_end(&s);
     }
     return entries + (run + entry - 1) / entry;
 }

@@ -1,66 +1,347 @@
-/* Sorted segments: search, and merge of an upper set over a lower one. */
+/* Indexes in memory: blocks of two cache lines, packed as tightly as what they hold allows, and a B+-tree over them. */
 #include <errno.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#ifdef __x86_64__
+#include <immintrin.h>
+#endif
 
-#include "lsmt.h"
+#include "lsmt_index.h"
 
-#define STEP 16                    /* segments of a leaf: four cache lines */
-#define NODE 16                    /* keys of a node: one cache line */
+#define BLOCK 128u
+#define HEAD 16u
+#define ROOM (8 * (BLOCK - HEAD)) /* bits for columns and rows */
+#define BLOCK_MOST 32u
+#define BASE_MOST ((1ull << 45) - 1)
+#define NODE 16u             /* keys of a node: one cache line */
 #define NO_KEY UINT32_MAX
-#define HUGE_FROM (4u << 20)       /* bytes */
+#define OVERHANG 64u         /* bytes behind the last block that a load may reach */
+#define HUGE (2u << 20)
 
-struct segment seg_trim(struct segment s, uint64_t begin, uint64_t end)
+/* What the segments of a block have in common, then a column of their offsets, then a row of bits for each: length - 1,
+ * kind ^ that of the first, sector in the file - `base`. */
+struct index_block {
+    uint64_t offset : 50, last : 5, wide : 1, length_bits : 4; /* of the first segment; their number - 1; 32-bit offsets */
+    uint64_t base : 45, kind : 9, moffset_bits : 6, kind_bits : 4;
+    uint8_t columns[BLOCK - HEAD];
+};
+_Static_assert(sizeof(struct index_block) == BLOCK, "two cache lines");
+
+static unsigned bits_of(uint64_t value) { return value ? 64 - (unsigned)__builtin_clzll(value) : 0; }
+static uint64_t kind_of(const struct segment *s) { return (uint64_t)seg_tag(s) << 1 | seg_zeroed(s); }
+
+/* --- reading a block ------------------------------------------------------------------------------------------ */
+
+static inline uint64_t get_bits(const struct index_block *block, unsigned at, unsigned width)
 {
-    uint64_t from = seg_offset(&s) > begin ? seg_offset(&s) : begin;
-    uint64_t to = seg_end(&s) < end ? seg_end(&s) : end;
-    uint64_t moffset = seg_moffset(&s) + (seg_zeroed(&s) ? 0 : from - seg_offset(&s));
-    return seg_make(from, to - from, moffset, seg_zeroed(&s), seg_tag(&s));
+    uint64_t word;
+    memcpy(&word, (const uint8_t *)block + HEAD + at / 8, sizeof word);
+    return word >> at % 8 & ((1ull << width) - 1);
 }
 
-/* Makes one of two segments if the second goes on where the first ends, in the image and in the file. */
-bool seg_join(struct segment *first, const struct segment *next)
+static inline uint64_t start_of(const struct index_block *block, unsigned slot)
 {
-    uint64_t length = seg_length(first) + seg_length(next);
-    if (seg_end(first) != seg_offset(next) || seg_zeroed(first) != seg_zeroed(next) ||
-        seg_tag(first) != seg_tag(next) || length > LSMT_MAX_LENGTH)
+    return block->offset + (block->wide ? get_bits(block, 32 * slot, 32) : get_bits(block, 16 * slot, 16));
+}
+
+static inline unsigned row_of(const struct index_block *block, unsigned slot)
+{
+    return (block->wide ? 32 : 16) * (block->last + 1u) +
+           slot * (block->length_bits + block->kind_bits + block->moffset_bits);
+}
+
+static inline struct segment segment_at(const struct index_block *block, unsigned slot)
+{
+    unsigned row = row_of(block, slot), lengths = block->length_bits, kinds = block->kind_bits;
+    uint64_t kind = block->kind ^ get_bits(block, row + lengths, kinds);
+    return seg_make(start_of(block, slot), 1 + get_bits(block, row, lengths),
+                    block->base + get_bits(block, row + lengths + kinds, block->moffset_bits), kind & 1,
+                    (unsigned)(kind >> 1));
+}
+
+bool index_at(const struct index *index, struct index_cursor *cursor, struct segment *out)
+{
+    if (cursor->block < index->blocks && cursor->slot > index->block[cursor->block].last)
+        cursor->block++, cursor->slot = 0;
+    if (cursor->block >= index->blocks)
         return false;
-    if (!seg_zeroed(first) && seg_moffset(first) + seg_length(first) != seg_moffset(next))
-        return false;
-    *first = seg_make(seg_offset(first), length, seg_moffset(first), seg_zeroed(first), seg_tag(first));
+    *out = segment_at(&index->block[cursor->block], cursor->slot);
     return true;
 }
 
-struct segment *segments_alloc(size_t count)
+/* --- search --------------------------------------------------------------------------------------------------- */
+
+typedef unsigned (*node_rank_t)(const uint32_t *keys, uint32_t key);
+typedef unsigned (*start_rank_t)(const struct index_block *block, uint64_t distance);
+
+/* How many of a node's keys are not larger. */
+static inline unsigned node_rank(const uint32_t *keys, uint32_t key)
 {
-    size_t bytes = (count + 1) * sizeof(struct segment);
-    struct segment *segments = malloc(bytes);
-    if (segments && bytes >= HUGE_FROM) { /* with small pages each search would miss the TLB as well */
-        uintptr_t begin = ((uintptr_t)segments + 4095) & ~(uintptr_t)4095;
-        madvise((void *)begin, ((uintptr_t)segments + bytes - begin) & ~(uintptr_t)4095, MADV_HUGEPAGE);
+    unsigned below = 0;
+    for (unsigned i = 0; i < NODE; i++) /* no branch to predict */
+        below += keys[i] <= key;
+    return below;
+}
+
+/* How many of a block's segments begin no more than `distance` sectors behind the first. */
+static inline unsigned start_rank(const struct index_block *block, uint64_t distance)
+{
+    unsigned below = 0;
+    for (unsigned i = 0; i <= block->last; i++)
+        below += start_of(block, i) - block->offset <= distance;
+    return below;
+}
+
+/* The last block before `end` that does not begin after `sector`, or the first. */
+static size_t last_before(const struct index *index, size_t end, uint64_t sector)
+{
+    size_t low = 0;
+    for (size_t left = end; left > 1; left -= left / 2)
+        low = index->block[low + left / 2].offset <= sector ? low + left / 2 : low;
+    return low;
+}
+
+static inline __attribute__((always_inline)) struct index_cursor find(const struct index *index, uint64_t sector,
+                                                                      node_rank_t in_node, start_rank_t in_block)
+{
+    uint64_t shifted = sector >> index->shift;
+    uint32_t key = shifted < NO_KEY ? (uint32_t)shifted : NO_KEY - 1;
+    size_t at = 0;
+    for (unsigned i = 0; i < index->levels; i++) { /* the last key that is not larger */
+        unsigned below = in_node(index->level[i] + at * NODE, key);
+        at = at * NODE + (below ? below - 1 : 0);
     }
-    return segments;
+    if (!index->blocks)
+        return (struct index_cursor){0, 0};
+    __builtin_prefetch((const char *)&index->block[at] + BLOCK / 2);
+    if (index->block[at].offset > sector) /* equal keys, if `shift` cuts offsets */
+        at = last_before(index, at, sector);
+    const struct index_block *block = &index->block[at];
+    if (block->offset > sector)
+        return (struct index_cursor){at, 0};
+    unsigned slot = in_block(block, sector - block->offset) - 1;
+    uint64_t end = start_of(block, slot) + 1 + get_bits(block, row_of(block, slot), block->length_bits);
+    return (struct index_cursor){at, slot + (end <= sector)};
+}
+
+#ifdef __x86_64__
+#define WIDE_VECTORS __attribute__((target("avx2,bmi2,popcnt")))
+
+WIDE_VECTORS static inline unsigned node_rank_avx2(const uint32_t *keys, uint32_t key)
+{
+    __m256i all = _mm256_set1_epi32((int)key);
+    __m256i low = _mm256_load_si256((const __m256i *)keys), high = _mm256_load_si256((const __m256i *)keys + 1);
+    low = _mm256_cmpeq_epi32(_mm256_min_epu32(low, all), low);
+    high = _mm256_cmpeq_epi32(_mm256_min_epu32(high, all), high);
+    return (unsigned)_mm_popcnt_u32((unsigned)_mm256_movemask_epi8(_mm256_packs_epi32(low, high))) / 2;
+}
+
+WIDE_VECTORS static inline unsigned narrow_rank_avx2(const struct index_block *block, uint64_t distance)
+{
+    const __m256i *starts = (const __m256i *)block->columns;
+    __m256i all = _mm256_set1_epi16((short)(distance < UINT16_MAX ? distance : UINT16_MAX));
+    __m256i low = _mm256_loadu_si256(starts), high = _mm256_loadu_si256(starts + 1);
+    low = _mm256_cmpeq_epi16(_mm256_min_epu16(low, all), low);
+    high = _mm256_cmpeq_epi16(_mm256_min_epu16(high, all), high);
+    uint64_t mask = (uint32_t)_mm256_movemask_epi8(low) | (uint64_t)(uint32_t)_mm256_movemask_epi8(high) << 32;
+    return (unsigned)_mm_popcnt_u64(_bzhi_u64(mask, 2 * (block->last + 1u))) / 2;
+}
+
+WIDE_VECTORS static inline unsigned wide_rank_avx2(const struct index_block *block, uint64_t distance)
+{
+    const __m256i *starts = (const __m256i *)block->columns;
+    __m256i all = _mm256_set1_epi32((int)(distance < UINT32_MAX ? distance : UINT32_MAX));
+    uint32_t mask = 0;
+    for (unsigned i = 0; i < BLOCK_MOST / 8; i++) {
+        __m256i some = _mm256_loadu_si256(starts + i);
+        some = _mm256_cmpeq_epi32(_mm256_min_epu32(some, all), some);
+        mask |= (uint32_t)_mm256_movemask_ps(_mm256_castsi256_ps(some)) << 8 * i;
+    }
+    return (unsigned)_mm_popcnt_u32(_bzhi_u32(mask, block->last + 1u));
+}
+
+WIDE_VECTORS static inline unsigned start_rank_avx2(const struct index_block *block, uint64_t distance)
+{
+    return block->wide ? wide_rank_avx2(block, distance) : narrow_rank_avx2(block, distance);
+}
+
+WIDE_VECTORS static struct index_cursor find_avx2(const struct index *index, uint64_t sector)
+{
+    return find(index, sector, node_rank_avx2, start_rank_avx2);
+}
+
+static bool vectors_are_wide;
+
+__attribute__((constructor)) static void look_at_processor(void)
+{
+    __builtin_cpu_init();
+    vectors_are_wide = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi2") &&
+                       __builtin_cpu_supports("popcnt");
+}
+#endif
+
+struct index_cursor index_find_plainly(const struct index *index, uint64_t sector)
+{
+    return find(index, sector, node_rank, start_rank);
+}
+
+struct index_cursor index_find(const struct index *index, uint64_t sector)
+{
+#ifdef __x86_64__
+    if (vectors_are_wide)
+        return find_avx2(index, sector);
+#endif
+    return index_find_plainly(index, sector);
+}
+
+/* --- building ------------------------------------------------------------------------------------------------- */
+
+/* What decides how many bits a row of a block has. */
+struct shape {
+    uint64_t lengths, kinds, least, most, distance; /* bits in use, bits that differ, sectors in the file, last offset */
+};
+
+struct index_builder {
+    struct index_block *block;
+    size_t blocks, room, count;
+    struct segment held[BLOCK_MOST]; /* of the block that is not full */
+    unsigned holds;
+    struct shape shape;
+    struct segment last; /* may be joined with the next; length 0: there is none */
+    bool failed;
+};
+
+static struct shape shape_with(struct shape shape, const struct segment *first, const struct segment *s)
+{
+    uint64_t moffset = seg_moffset(s);
+    if (s == first)
+        shape = (struct shape){.least = moffset, .most = moffset};
+    shape.lengths |= seg_length(s) - 1;
+    shape.kinds |= kind_of(s) ^ kind_of(first);
+    shape.least = moffset < shape.least ? moffset : shape.least;
+    shape.most = moffset > shape.most ? moffset : shape.most;
+    shape.distance = seg_offset(s) - seg_offset(first);
+    return shape;
+}
+
+static struct index_block head_of(const struct shape *shape, const struct segment *first, unsigned count)
+{
+    uint64_t base = shape->least < BASE_MOST ? shape->least : BASE_MOST;
+    return (struct index_block){.offset = seg_offset(first),
+                                .last = count - 1,
+                                .wide = shape->distance > UINT16_MAX,
+                                .length_bits = bits_of(shape->lengths),
+                                .base = base,
+                                .kind = kind_of(first),
+                                .moffset_bits = bits_of(shape->most - base),
+                                .kind_bits = bits_of(shape->kinds)};
+}
+
+static bool shape_fits(const struct shape *shape, unsigned count)
+{
+    uint64_t base = shape->least < BASE_MOST ? shape->least : BASE_MOST;
+    unsigned row = bits_of(shape->lengths) + bits_of(shape->most - base) + bits_of(shape->kinds);
+    return count <= BLOCK_MOST && shape->distance <= UINT32_MAX &&
+           count * (row + (shape->distance > UINT16_MAX ? 32 : 16)) <= ROOM;
+}
+
+static void put_bits(uint8_t *bytes, unsigned at, uint64_t value)
+{
+    uint64_t word;
+    memcpy(&word, bytes + at / 8, sizeof word);
+    word |= value << at % 8;
+    memcpy(bytes + at / 8, &word, sizeof word);
+}
+
+static void fill_block(const struct index_builder *builder, struct index_block *out)
+{
+    const struct segment *held = builder->held;
+    struct index_block head = head_of(&builder->shape, held, builder->holds);
+    uint8_t bytes[BLOCK - HEAD + sizeof(uint64_t)] = {0};
+    for (unsigned i = 0; i < builder->holds; i++) {
+        unsigned row = row_of(&head, i);
+        put_bits(bytes, (head.wide ? 32 : 16) * i, seg_offset(&held[i]) - head.offset);
+        put_bits(bytes, row, seg_length(&held[i]) - 1);
+        put_bits(bytes, row + head.length_bits, kind_of(&held[i]) ^ head.kind);
+        put_bits(bytes, row + head.length_bits + head.kind_bits, seg_moffset(&held[i]) - head.base);
+    }
+    memcpy(head.columns, bytes, sizeof head.columns);
+    *out = head;
+}
+
+static void flush_block(struct index_builder *builder)
+{
+    if (builder->blocks == builder->room) {
+        size_t room = builder->room ? 2 * builder->room : 8;
+        struct index_block *block = realloc(builder->block, room * sizeof *block);
+        if (!block) {
+            builder->failed = true;
+            return;
+        }
+        builder->block = block, builder->room = room;
+    }
+    fill_block(builder, &builder->block[builder->blocks++]);
+}
+
+static void hold(struct index_builder *builder, struct segment s)
+{
+    struct segment *place = &builder->held[builder->holds];
+    if (builder->holds < BLOCK_MOST)
+        *place = s;
+    struct shape shape = shape_with(builder->shape, builder->held, builder->holds < BLOCK_MOST ? place : &s);
+    if (builder->holds && !shape_fits(&shape, builder->holds + 1)) {
+        flush_block(builder);
+        builder->held[0] = s;
+        builder->holds = 0;
+        shape = shape_with(shape, builder->held, builder->held);
+    }
+    builder->shape = shape;
+    builder->holds++;
+    builder->count++;
+}
+
+struct index_builder *index_begin(void) { return calloc(1, sizeof(struct index_builder)); }
+
+void index_put(struct index_builder *builder, struct segment s)
+{
+    if (seg_length(&builder->last)) {
+        if (seg_join(&builder->last, &s))
+            return;
+        hold(builder, builder->last);
+    }
+    builder->last = s;
 }
 
 static size_t round_up(size_t value, size_t unit) { return (value + unit - 1) / unit * unit; }
 
+/* With small pages a search of a large array would miss the TLB as well. What does not fill a huge page is made of small
+ * ones: memory for nothing otherwise. */
+static void *alloc_lines(size_t bytes)
+{
+    void *memory = aligned_alloc(bytes < HUGE ? BLOCK : HUGE, round_up(bytes, BLOCK));
+    if (memory && bytes >= HUGE)
+        madvise(memory, bytes / HUGE * HUGE, MADV_HUGEPAGE);
+    return memory;
+}
+
 /* Fills the levels from the leaves to the root. */
 static int build_tree(struct index *index)
 {
-    size_t sizes[INDEX_LEVELS], total = 0, keys = (index->count + STEP - 1) / STEP;
+    size_t sizes[INDEX_LEVELS], total = 0, keys = index->blocks;
     unsigned levels = 0;
     do {
         sizes[levels++] = round_up(keys ? keys : 1, NODE);
         total += sizes[levels - 1];
         keys = (keys + NODE - 1) / NODE;
     } while (keys > 1 && levels < INDEX_LEVELS);
-    index->keys = aligned_alloc(64, total * sizeof(uint32_t));
+    index->keys = alloc_lines(total * sizeof(uint32_t));
     if (!index->keys)
         return -ENOMEM;
+    index->key_count = total;
     for (size_t i = 0; i < total; i++)
         index->keys[i] = NO_KEY;
-    uint64_t last = index->count ? seg_offset(&index->segments[index->count - 1]) : 0;
+    uint64_t last = index->blocks ? index->block[index->blocks - 1].offset : 0;
     while (last >> index->shift >= NO_KEY)
         index->shift++;
     index->levels = levels;
@@ -69,28 +350,59 @@ static int build_tree(struct index *index)
         index->level[i] = at;
         at += sizes[levels - 1 - i];
     }
-    for (size_t i = 0; i * STEP < index->count; i++)
-        index->level[levels - 1][i] = (uint32_t)(seg_offset(&index->segments[i * STEP]) >> index->shift);
+    for (size_t i = 0; i < index->blocks; i++)
+        index->level[levels - 1][i] = (uint32_t)(index->block[i].offset >> index->shift);
     for (unsigned i = levels - 1; i > 0; i--)
         for (size_t k = 0; k * NODE < sizes[levels - 1 - i]; k++)
             index->level[i - 1][k] = index->level[i][k * NODE];
     return 0;
 }
 
-struct index *index_new(struct segment *segments, size_t count)
+/* An index of a copy of the blocks, in as much memory as they need. */
+static struct index *index_of(const struct index_block *block, size_t blocks, size_t count)
 {
     struct index *index = calloc(1, sizeof *index);
-    if (!index) {
-        free(segments);
+    if (!index)
+        return NULL;
+    atomic_init(&index->refs, 1);
+    index->count = count, index->blocks = blocks;
+    index->block = alloc_lines(blocks * sizeof *block + OVERHANG);
+    if (!index->block) {
+        free(index);
         return NULL;
     }
-    atomic_init(&index->refs, 1);
-    index->segments = segments, index->count = count;
+    if (blocks)
+        memcpy(index->block, block, blocks * sizeof *block);
+    memset(index->block + blocks, 0, OVERHANG);
     if (build_tree(index)) {
         index_unref(index);
         return NULL;
     }
     return index;
+}
+
+struct index *index_end(struct index_builder *builder)
+{
+    if (!builder)
+        return NULL;
+    if (seg_length(&builder->last))
+        hold(builder, builder->last);
+    if (builder->holds)
+        flush_block(builder);
+    struct index *index = builder->failed ? NULL : index_of(builder->block, builder->blocks, builder->count);
+    free(builder->block);
+    free(builder);
+    return index;
+}
+
+struct index *index_tagged(struct index *index, unsigned tag)
+{
+    if (!index->blocks || (unsigned)(index->block[0].kind >> 1) == tag)
+        return index_ref(index);
+    struct index *tagged = index_of(index->block, index->blocks, index->count);
+    for (size_t i = 0; tagged && i < tagged->blocks; i++)
+        tagged->block[i].kind = (tagged->block[i].kind & 1) | tag << 1;
+    return tagged;
 }
 
 struct index *index_ref(struct index *index)
@@ -103,89 +415,12 @@ void index_unref(struct index *index)
 {
     if (!index || atomic_fetch_sub(&index->refs, 1) != 1)
         return;
-    free(index->segments);
+    free(index->block);
     free(index->keys);
     free(index);
 }
 
-void index_set_tag(struct index *index, unsigned tag)
+size_t index_bytes(const struct index *index)
 {
-    for (size_t i = 0; i < index->count; i++)
-        index->segments[i].word1 = (index->segments[i].word1 & ((1ull << 56) - 1)) | (uint64_t)tag << 56;
-}
-
-size_t index_find(const struct index *index, uint64_t sector)
-{
-    uint64_t shifted = sector >> index->shift;
-    uint32_t key = shifted < NO_KEY ? (uint32_t)shifted : NO_KEY - 1;
-    size_t node = 0;
-    for (unsigned i = 0; i < index->levels; i++) { /* the last key that is not larger; no branch to predict */
-        const uint32_t *keys = index->level[i] + node * NODE;
-        unsigned below = 0;
-        for (unsigned k = 0; k < NODE; k++)
-            below += keys[k] <= key;
-        node = node * NODE + (below ? below - 1 : 0);
-    }
-    size_t at = node * STEP;
-    while (at && seg_offset(&index->segments[at]) > sector) /* equal keys, if `shift` cuts offsets */
-        at -= STEP;
-    size_t end = at + STEP < index->count ? at + STEP : index->count, first = at;
-    for (; at < end; at++)
-        first += seg_end(&index->segments[at]) <= sector;
-    return first;
-}
-
-struct merge {
-    struct segment *out;
-    size_t count;
-};
-
-static inline void merge_put(struct merge *merge, struct segment s)
-{
-    if (!merge->count || !seg_join(&merge->out[merge->count - 1], &s))
-        merge->out[merge->count++] = s;
-}
-
-/* Puts the parts of below[*at..] that lie in [begin, end). */
-static void merge_gap(struct merge *merge, const struct index *below, size_t *at, uint64_t begin, uint64_t end)
-{
-    while (*at < below->count && seg_end(&below->segments[*at]) <= begin)
-        ++*at;
-    if (begin == end)
-        return;
-    for (; *at < below->count && seg_offset(&below->segments[*at]) < end; ++*at) {
-        merge_put(merge, seg_trim(below->segments[*at], begin, end));
-        if (seg_end(&below->segments[*at]) > end)
-            return;
-    }
-}
-
-struct index *index_merge(const struct index *top, const struct index *below)
-{
-    /* Each upper segment can cut a lower one in two. */
-    struct merge merge = {segments_alloc(2 * top->count + below->count), 0};
-    size_t at = 0;
-    uint64_t done = 0;
-    if (!merge.out)
-        return NULL;
-    for (size_t i = 0; i < top->count; i++) {
-        merge_gap(&merge, below, &at, done, seg_offset(&top->segments[i]));
-        merge_put(&merge, top->segments[i]);
-        done = seg_end(&top->segments[i]);
-    }
-    merge_gap(&merge, below, &at, done, UINT64_MAX);
-    struct segment *fit = realloc(merge.out, (merge.count + 1) * sizeof *fit);
-    return index_new(fit ? fit : merge.out, merge.count);
-}
-
-struct index *index_merge_all(struct index *const *lowest_first, size_t count)
-{
-    if (count == 1)
-        return index_ref(lowest_first[0]);
-    struct index *below = index_merge_all(lowest_first, count / 2);
-    struct index *top = index_merge_all(lowest_first + count / 2, count - count / 2);
-    struct index *merged = below && top ? index_merge(top, below) : NULL;
-    index_unref(below);
-    index_unref(top);
-    return merged;
+    return sizeof *index + index->blocks * sizeof *index->block + OVERHANG + index->key_count * sizeof *index->keys;
 }

@@ -5,6 +5,7 @@
 #include <string.h>
 
 #include "lsmt_format.h"
+#include "lsmt_index.h"
 
 static const uint8_t MAGIC[24] = {'L', 'S', 'M', 'T', 0, 1, 2, 0, 0x65, 0x7E, 0x63, 0xD2,
                                   0x94, 0x44, 0x08, 0x4C, 0xA2, 0xD2, 0xC8, 0xEC, 0x4F, 0xCF, 0xAE, 0x8A};
@@ -174,6 +175,14 @@ static int read_block(struct source *source, struct lsmt_header *header, enum ls
     return rc ? fault_set(fault, -rc, ROLES[role], "cannot be read") : header_check(header, role, fault);
 }
 
+static struct index *index_of(const struct segment *entries, size_t count)
+{
+    struct index_builder *builder = index_begin();
+    for (size_t i = 0; builder && i < count; i++)
+        index_put(builder, entries[i]);
+    return index_end(builder);
+}
+
 /* A layer sealed in place (its header does not say so) may have as many entries as a writable one: it never leaves the
  * node as it is, a commit does. */
 static int load_entries(struct source *source, const struct lsmt_header *trailer, bool committed, struct index **out,
@@ -187,7 +196,7 @@ static int load_entries(struct source *source, const struct lsmt_header *trailer
     if (trailer->index_size > most || trailer->index_size > (room - trailer->index_offset) / 16)
         return fault_set(fault, EBADMSG, "trailer.index_size", "%llu entries are too many or do not fit in the file",
                          (unsigned long long)trailer->index_size);
-    struct segment *entries = segments_alloc(count);
+    struct segment *entries = malloc((count + 1) * sizeof *entries);
     if (!entries)
         return fault_set(fault, ENOMEM, "memory", "out of memory");
     int rc = source->read(source, entries, count * sizeof *entries, trailer->index_offset, false);
@@ -195,11 +204,10 @@ static int load_entries(struct source *source, const struct lsmt_header *trailer
         fault_set(fault, -rc, rc == -EBADMSG ? "zfile.block.crc" : "index", "cannot be read");
     else
         rc = entries_check(entries, &count, trailer->index_offset, fault);
-    if (rc) {
-        free(entries);
+    *out = rc ? NULL : index_of(entries, count);
+    free(entries);
+    if (rc)
         return rc;
-    }
-    *out = index_new(entries, count);
     return *out ? 0 : fault_set(fault, ENOMEM, "memory", "out of memory");
 }
 

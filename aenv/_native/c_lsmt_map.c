@@ -3,7 +3,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "lsmt.h"
+#include "lsmt_index.h"
 
 void map_free(struct map *map)
 {
@@ -194,13 +194,9 @@ int map_insert(struct map *map, struct segment segment)
 
 struct index *map_freeze(const struct map *map)
 {
-    struct segment *segments = segments_alloc(map->count);
-    size_t count = 0;
-    if (!segments)
-        return NULL;
-    for (size_t i = 0; i < map->used; i++)
+    struct index_builder *builder = index_begin();
+    for (size_t i = 0; builder && i < map->used; i++)
         for (unsigned k = 0; k < map->chunks[i]->count; k++)
-            if (!count || !seg_join(&segments[count - 1], &map->chunks[i]->segments[k]))
-                segments[count++] = map->chunks[i]->segments[k];
-    return index_new(segments, count);
+            index_put(builder, map->chunks[i]->segments[k]);
+    return index_end(builder);
 }

@@ -37,17 +37,20 @@ static int add_all(struct builder *builder, const struct index *flat, uint64_t s
 {
     uint64_t done = 0;
     int rc = 0;
-    for (size_t i = 0; i < flat->count && !rc; i++) {
-        const struct segment *s = &flat->segments[i];
-        uint64_t begin = seg_offset(s), end = seg_end(s);
+    struct index_cursor cursor = {0, 0};
+    struct segment s;
+    for (; !rc && index_at(flat, &cursor, &s); cursor.slot++) {
+        uint64_t begin = seg_offset(&s), end = seg_end(&s);
         if (begin > done && files->base >= 0)
             rc = add(builder, done, begin, (uint32_t)files->base, done);
-        if (!rc && !seg_zeroed(s))
-            rc = add(builder, begin, end, files->layers + seg_tag(s), seg_moffset(s));
+        if (!rc && !seg_zeroed(&s))
+            rc = add(builder, begin, end, files->layers + seg_tag(&s), seg_moffset(&s));
         else if (!rc && files->zero >= 0)
             rc = add(builder, begin, end, (uint32_t)files->zero, begin);
         done = end;
     }
+    if (!rc && done > sectors)
+        return -ERANGE;
     if (!rc && done < sectors && files->base >= 0)
         rc = add(builder, done, sectors, (uint32_t)files->base, done);
     return rc;
@@ -73,11 +76,11 @@ int stack_memory(const struct stack *stack, uint64_t size, const struct memory_f
         return fault_set(fault, EINVAL, "virtual_size", "the layers have %llu bytes, the memory %llu",
                          (unsigned long long)stack->virtual_size, (unsigned long long)size);
     struct index *flat = stack_flatten(stack);
-    int rc = flat ? 0 : -ENOMEM;
-    if (!rc && flat->count && seg_end(&flat->segments[flat->count - 1]) > size / LSMT_SECTOR)
+    int rc = flat ? add_all(&builder, flat, size / LSMT_SECTOR, files) : -ENOMEM;
+    if (rc == -ERANGE)
         rc = fault_set(fault, EBADMSG, "index.offset", "a segment ends after the memory of %llu bytes",
                        (unsigned long long)size);
-    else if (!rc && ((rc = add_all(&builder, flat, size / LSMT_SECTOR, files)) || (rc = to_pages(&builder))))
+    else if (rc || (rc = to_pages(&builder)))
         fault_set(fault, -rc, "layers", rc == -ENOMEM ? "out of memory" : "segments that are not made of whole pages");
     index_unref(flat);
     if (rc) {

@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "lsmt_extents.h"
+#include "lsmt_index.h"
 
 static struct stack *stack_alloc(unsigned layers)
 {
@@ -24,6 +25,20 @@ static void set_properties(struct stack *stack)
         stack->virtual_size = stack->layer[i]->info.virtual_size;
 }
 
+/* The segments of each layer tagged with its place. */
+static struct index *merge_layers(struct index *const *indexes, unsigned count)
+{
+    struct index *tagged[LSMT_MAX_LAYERS] = {NULL}, *merged = NULL;
+    unsigned have = 0;
+    while (have < count && (tagged[have] = index_tagged(indexes[have], have)))
+        have++;
+    if (have == count)
+        merged = index_merge_all(tagged, count);
+    while (have)
+        index_unref(tagged[--have]);
+    return merged;
+}
+
 int stack_new(struct layer *const *layers, struct index *const *indexes, unsigned count, struct stack **out,
               struct fault *fault)
 {
@@ -35,9 +50,7 @@ int stack_new(struct layer *const *layers, struct index *const *indexes, unsigne
     for (unsigned i = 0; i < count; i++)
         stack->layer[i] = layer_ref(layers[i]);
     set_properties(stack);
-    for (unsigned i = 0; i < count; i++)
-        index_set_tag(indexes[i], i);
-    if (!(stack->level[0] = index_merge_all(indexes, count))) {
+    if (!(stack->level[0] = merge_layers(indexes, count))) {
         stack_unref(stack);
         return fault_set(fault, ENOMEM, "memory", "out of memory");
     }
@@ -50,12 +63,11 @@ int stack_new(struct layer *const *layers, struct index *const *indexes, unsigne
     return 0;
 }
 
-/* Puts a new top level on, merged with the levels below as long as these are not at least twice as large: so there are
+/* Takes over `top`. Puts it on as a new level, merged with the levels below as long as these are not at least twice as large: so there are
  * at most log2(segments) levels, and pushing costs what the pushed layer holds, over time. */
 static int push_level(struct stack *stack, const struct stack *below, struct index *top)
 {
     unsigned at = 0;
-    index_ref(top);
     while (at < below->levels && (below->level[at]->count < 2 * top->count || below->levels - at >= STACK_MAX_LEVELS - 1)) {
         struct index *merged = index_merge(top, below->level[at++]);
         index_unref(top);
@@ -81,8 +93,8 @@ int stack_push(const struct stack *below, struct layer *layer, struct index *ind
         stack->layer[i] = layer_ref(below->layer[i]);
     stack->layer[count - 1] = layer_ref(layer);
     set_properties(stack);
-    index_set_tag(index, count - 1);
-    if (push_level(stack, below, index)) {
+    struct index *tagged = index_tagged(index, count - 1);
+    if (!tagged || push_level(stack, below, tagged)) {
         stack_unref(stack);
         return fault_set(fault, ENOMEM, "memory", "out of memory");
     }
@@ -116,6 +128,14 @@ struct index *stack_flatten(const struct stack *stack)
         flat = merged;
     }
     return flat;
+}
+
+uint64_t stack_index_bytes(const struct stack *stack)
+{
+    uint64_t bytes = 0;
+    for (unsigned i = 0; i < stack->levels; i++)
+        bytes += index_bytes(stack->level[i]);
+    return bytes;
 }
 
 uint64_t stack_segments(const struct stack *stack)
@@ -156,13 +176,13 @@ bool extents_resolve(const struct stack *stack, unsigned level, uint64_t end, st
     if (!stack || level == stack->levels)
         return put(out, (struct extent){0, end - out->end, EXTENT_ZERO});
     const struct index *index = stack->level[level];
-    for (size_t i = index_find(index, out->end); out->end < end; i++) {
-        if (i == index->count || seg_offset(&index->segments[i]) >= end)
+    struct segment s;
+    for (struct index_cursor cursor = index_find(index, out->end); out->end < end; cursor.slot++) {
+        if (!index_at(index, &cursor, &s) || seg_offset(&s) >= end)
             return extents_resolve(stack, level + 1, end, out);
-        uint64_t begin = seg_offset(&index->segments[i]);
-        if (begin > out->end && !extents_resolve(stack, level + 1, begin, out))
+        if (seg_offset(&s) > out->end && !extents_resolve(stack, level + 1, seg_offset(&s), out))
             return false;
-        if (!put_segment(out, index->segments[i], end))
+        if (!put_segment(out, s, end))
             return false;
     }
     return true;

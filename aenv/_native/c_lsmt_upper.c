@@ -15,10 +15,8 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include "lsmt_journal.h"
 #include "lsmt_scratch.h"
-#include "lsmt_space.h"
-#include "lsmt_view.h"
+#include "lsmt_upper.h"
 
 #ifndef RELEASE_FROM /* tests use small numbers */
 #define RELEASE_FROM (8u << 20) /* bytes of dead data that are worth a short stop */
@@ -28,28 +26,7 @@
 #define DIRECT_ALIGN 4096u
 #define RESERVED (16u << 20) /* bytes of the file that are allocated ahead for writes past the page cache */
 
-struct upper {
-    int data_fd, index_fd;
-    int direct_fd; /* < 0: the file system has no O_DIRECT */
-    char *data_path, *index_path;
-    struct lsmt_header header;
-    uint32_t seed;
-    pthread_mutex_t append; /* data_end, records, space; held while a record is written and the map is changed */
-    pthread_mutex_t flushing;
-    pthread_mutex_t reserving;
-    _Atomic uint64_t reserved; /* end of what is allocated ahead */
-    pthread_rwlock_t lock; /* the map */
-    uint64_t data_end, records, synced;
-    _Atomic uint64_t virtual_size;
-    atomic_bool named; /* its directory was synced: the files are found after a power loss */
-    atomic_int failed; /* errno of a failed flush: what is on disk is unknown from then on */
-    bool frozen;
-    struct map map;
-    struct space space;
-    struct view view;
-};
-
-static int sync_directory(const char *path)
+int sync_directory(const char *path)
 {
     char *copy = strdup(path);
     if (!copy)
@@ -226,19 +203,21 @@ static int find_space(struct upper *upper, struct fault *fault)
         return fault_set(fault, -rc, "index", "cannot be rewritten: %s", strerror(-rc));
     if (rc)
         return 0; /* a full disk must not keep the layer from being opened: it goes on growing */
-    struct index *index = map_freeze(&upper->map);
-    if (!index)
+    size_t count = 0;
+    struct segment *segments = malloc((upper->map.count + 1) * sizeof *segments);
+    if (!segments)
         return fault_set(fault, ENOMEM, "memory", "out of memory");
-    qsort(index->segments, index->count, sizeof *index->segments, by_moffset);
-    for (size_t i = 0; i < index->count; i++) {
-        const struct segment *s = &index->segments[i];
-        if (seg_zeroed(s))
-            continue;
-        if (seg_moffset(s) > begin)
-            space_dead(&upper->space, begin, seg_moffset(s) - begin);
-        begin = seg_moffset(s) + seg_length(s);
+    struct map_cursor cursor = {0, 0};
+    for (const struct segment *s; (s = map_at(&upper->map, &cursor)); cursor.at++)
+        if (!seg_zeroed(s))
+            segments[count++] = *s;
+    qsort(segments, count, sizeof *segments, by_moffset);
+    for (size_t i = 0; i < count; i++) {
+        if (seg_moffset(&segments[i]) > begin)
+            space_dead(&upper->space, begin, seg_moffset(&segments[i]) - begin);
+        begin = seg_moffset(&segments[i]) + seg_length(&segments[i]);
     }
-    index_unref(index);
+    free(segments);
     space_flush_begin(&upper->space);
     space_flush_end(&upper->space, true);
     space_flush_end(&upper->space, true);
@@ -575,105 +554,4 @@ uint64_t upper_segments(struct upper *upper)
     uint64_t count = upper->map.count;
     pthread_rwlock_unlock(&upper->lock);
     return count;
-}
-
-static struct layer *as_layer(int data_fd, const char *path, uint64_t data_end, uint64_t virtual_size,
-                              const struct lsmt_header *header, uint64_t entries)
-{
-    struct layer_info info = {0};
-    int fd = fcntl(data_fd, F_DUPFD_CLOEXEC, 0);
-    if (fd < 0)
-        return NULL;
-    struct source *source = source_file(fd, path, data_end);
-    if (!source)
-        return NULL;
-    header_info(header, &info);
-    snprintf(info.kind, sizeof info.kind, "writable");
-    info.virtual_size = virtual_size;
-    info.index_entries = entries;
-    info.data_bytes = data_end - LSMT_BLOCK;
-    struct layer *layer = layer_new(source, &info);
-    if (!layer)
-        source->close(source);
-    return layer;
-}
-
-int upper_freeze(struct upper *upper, struct layer **layer, struct index **index)
-{
-    upper->frozen = true;
-    if (!(*index = map_freeze(&upper->map)))
-        return -ENOMEM;
-    *layer = as_layer(upper->data_fd, upper->data_path, upper->data_end, upper->virtual_size, &upper->header,
-                      (*index)->count);
-    if (!*layer) {
-        index_unref(*index);
-        upper->frozen = false;
-        return -ENOMEM;
-    }
-    return 0;
-}
-
-void upper_thaw(struct upper *upper) { upper->frozen = false; }
-
-static int write_seal(struct upper *upper, const struct index *index)
-{
-    struct lsmt_header trailer;
-    uint64_t bytes = index->count * sizeof(struct segment), padded = (bytes + 511) / 512 * 512;
-    uint64_t end = upper->data_end + padded;
-    int rc = ftruncate(upper->data_fd, (off_t)upper->data_end) || ftruncate(upper->data_fd, (off_t)end) ? -errno : 0;
-    header_fill(&trailer, LSMT_IS_DATA | LSMT_SEALED, upper->virtual_size, upper->header.uuid,
-                upper->header.parent_uuid, NULL);
-    memcpy(trailer.user_tag, upper->header.user_tag, LSMT_TAG);
-    trailer.index_offset = upper->data_end;
-    trailer.index_size = index->count;
-    if (!rc)
-        rc = write_fully(upper->data_fd, index->segments, bytes, upper->data_end);
-    /* The trailer says that all before it is there: it must not reach the disk first. */
-    if (!rc && fdatasync(upper->data_fd))
-        rc = -errno;
-    if (!rc)
-        rc = write_fully(upper->data_fd, &trailer, sizeof trailer, end);
-    return !rc && fdatasync(upper->data_fd) ? -errno : rc;
-}
-
-int upper_seal(struct upper *upper, struct fault *fault)
-{
-    if (upper->failed)
-        return fault_set(fault, upper->failed, "data", "an earlier flush failed: %s", strerror(upper->failed));
-    upper->frozen = true;
-    struct index *index = map_freeze(&upper->map);
-    int rc = index ? write_seal(upper, index) : -ENOMEM;
-    index_unref(index);
-    /* The layer may have other names: it is complete even if this one has gone, with its directory or without. */
-    if (!rc && unlink(upper->index_path) && errno != ENOENT)
-        rc = -errno;
-    if (!rc && (rc = sync_directory(upper->index_path)) == -ENOENT)
-        rc = 0;
-    return rc ? fault_set(fault, -rc, "data", "%s cannot be sealed: %s", upper->data_path, strerror(-rc)) : 0;
-}
-
-int layer_open_writable(const char *data, const char *index_path, struct layer **out, struct index **index,
-                        struct fault *fault)
-{
-    struct journal journal;
-    int data_fd = open(data, O_RDONLY | O_CLOEXEC), index_fd = open(index_path, O_RDONLY | O_CLOEXEC), rc;
-    if (data_fd < 0 || index_fd < 0)
-        rc = fault_set(fault, errno, data_fd < 0 ? "data" : "index", "cannot open: %s", strerror(errno));
-    else
-        rc = journal_load(data_fd, index_fd, &journal, fault);
-    if (!rc) {
-        *index = map_freeze(&journal.map);
-        *out = *index ? as_layer(data_fd, data, journal.data_end, journal.virtual_size, &journal.header,
-                                 (*index)->count) : NULL;
-        map_free(&journal.map);
-        if (!*out) {
-            index_unref(*index);
-            rc = fault_set(fault, ENOMEM, "memory", "out of memory");
-        }
-    }
-    if (data_fd >= 0)
-        close(data_fd);
-    if (index_fd >= 0)
-        close(index_fd);
-    return rc;
 }

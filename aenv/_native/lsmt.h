@@ -70,26 +70,18 @@ static inline struct segment seg_make(uint64_t offset, uint64_t length, uint64_t
 struct segment seg_trim(struct segment s, uint64_t begin, uint64_t end);
 bool seg_join(struct segment *first, const struct segment *next);
 
-/* An immutable sorted set of disjoint segments, and a static B+-tree over the offset of every 16th of them: nodes of 16
- * keys of 32 bits, one cache line each, level after level in `keys`. It stays in the CPU cache (0.27 bytes a segment) and
- * leaves one access to memory for a search. */
-#define INDEX_LEVELS 8
-struct index {
-    atomic_uint refs;
-    size_t count;
-    struct segment *segments;
-    uint32_t *keys, *level[INDEX_LEVELS]; /* from the root */
-    unsigned levels, shift;              /* a key is the offset without its lowest bits */
+/* An immutable sorted set of disjoint segments: see lsmt_index.h. To go through it, raise `slot` of a cursor. */
+struct index;
+struct index_cursor {
+    size_t block;
+    unsigned slot;
 };
-
-struct segment *segments_alloc(size_t count); /* for malloc's free; in huge pages if it is large */
-struct index *index_new(struct segment *segments, size_t count); /* takes over the malloc'ed array */
 struct index *index_ref(struct index *index);
 void index_unref(struct index *index);
-size_t index_find(const struct index *index, uint64_t sector); /* first segment that ends after `sector` */
+struct index_cursor index_find(const struct index *index, uint64_t sector); /* first segment that ends after `sector` */
+bool index_at(const struct index *index, struct index_cursor *cursor, struct segment *out); /* false at the end */
 struct index *index_merge(const struct index *top, const struct index *below);
 struct index *index_merge_all(struct index *const *lowest_first, size_t count);
-void index_set_tag(struct index *index, unsigned tag);
 
 /* A mutable sorted set of disjoint segments: chunks of up to MAP_CHUNK, found through the array of first offsets. */
 #define MAP_CHUNK 256
@@ -172,8 +164,7 @@ struct stack {
     struct layer *layer[]; /* lowest first; the tag of a segment is the place here */
 };
 
-/* Both take references of layers and indexes for themselves. An index must not be part of another stack: its segments
- * are tagged with the layer's place in this one. */
+/* Both take references of layers and indexes for themselves. */
 int stack_new(struct layer *const *layers, struct index *const *indexes, unsigned count, struct stack **out,
               struct fault *fault);
 int stack_push(const struct stack *below, struct layer *layer, struct index *index, struct stack **out,
@@ -183,6 +174,7 @@ void stack_unref(struct stack *stack);
 int stack_read(struct stack *stack, void *buffer, size_t length, uint64_t offset, bool direct);
 struct index *stack_flatten(const struct stack *stack);
 uint64_t stack_segments(const struct stack *stack);
+uint64_t stack_index_bytes(const struct stack *stack); /* of memory; parts may be shared with other stacks */
 
 /* --- memory maps --------------------------------------------------------------------------------------------- */
 

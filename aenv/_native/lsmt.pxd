@@ -28,13 +28,13 @@ cdef extern from "lsmt.h" nogil:
     unsigned seg_tag(const segment *)
     segment seg_make(uint64_t offset, uint64_t length, uint64_t moffset, bint zeroed, unsigned tag)
 
-    struct index:
-        size_t count
-        segment *segments
-    segment *segments_alloc(size_t count)
-    index *index_new(segment *segments, size_t count)
+    struct index
+    struct index_cursor:
+        size_t block
+        unsigned slot
     void index_unref(index *)
-    size_t index_find(const index *, uint64_t sector)
+    index_cursor index_find(const index *, uint64_t sector)
+    bint index_at(const index *, index_cursor *, segment *)
 
     struct source:
         int (*read)(source *, void *buffer, size_t length, uint64_t offset, bint direct) noexcept nogil
@@ -68,6 +68,7 @@ cdef extern from "lsmt.h" nogil:
     int stack_read(stack *, void *buffer, size_t length, uint64_t offset, bint direct)
     index *stack_flatten(const stack *)
     uint64_t stack_segments(const stack *)
+    uint64_t stack_index_bytes(const stack *)
 
     struct memory_extent:
         uint64_t guest_offset, length
@@ -143,6 +144,14 @@ cdef extern from "lsmt.h" nogil:
     stack *image_stack(image *)
     void image_upper_usage(image *, uint64_t *segments, uint64_t *bytes)
     void image_get_stats(const image *, image_stats *)
+
+
+cdef extern from "lsmt_index.h" nogil:
+    struct index_builder
+    index_builder *index_begin()
+    void index_put(index_builder *, segment)
+    index *index_end(index_builder *)
+    size_t index_bytes(const index *)
 
 
 cdef extern from "lsmt_cache.h" nogil:

@@ -4,8 +4,6 @@ from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
 from libc.errno cimport EBADMSG, EBUSY, EEXIST, EINVAL, ENOENT, EOPNOTSUPP, EOVERFLOW, EROFS
 from libc.stdint cimport uint32_t, uint64_t
 from libc.stdlib cimport free, malloc
-from libc.stdlib cimport free
-from libc.string cimport memcpy
 
 import os
 import time
@@ -164,9 +162,11 @@ cdef class Layer:
 
     def segments(self):
         """Yield the `Segment`s in order of their place in the image."""
-        cdef size_t i
-        for i in range(self._index.count):
-            yield segment_tuple(&self._index.segments[i])
+        cdef index_cursor cursor = index_cursor(0, 0)
+        cdef segment s
+        while index_at(self._index, &cursor, &s):
+            yield segment_tuple(&s)
+            cursor.slot += 1
 
     def verify(self, progress=None):
         """Read everything once, so that every checksum is checked. `progress` gets the bytes done."""
@@ -195,17 +195,6 @@ cdef object run_verify(source *s, object callback, str path):
         raise_fault(&f, path)
 
 
-cdef index *copy_of(index *original) except NULL:
-    cdef segment *segments = segments_alloc(original.count)
-    if segments is NULL:
-        raise MemoryError
-    memcpy(segments, original.segments, original.count * sizeof(segment))
-    cdef index *copy = index_new(segments, original.count)
-    if copy is NULL:
-        raise MemoryError
-    return copy
-
-
 cdef Stack wrap_stack(stack *s):
     cdef Stack self = Stack.__new__(Stack)
     self._stack = s
@@ -231,16 +220,10 @@ cdef class Stack:
         cdef layer *c_layers[255]
         cdef index *indexes[255]
         for i in range(count):
-            indexes[i] = NULL
-        try:
-            for i in range(count):
-                c_layers[i] = (<Layer?>layers[i])._layer
-                indexes[i] = copy_of((<Layer>layers[i])._index)
-            with nogil:
-                rc = stack_new(c_layers, indexes, count, &self._stack, &f)
-        finally:
-            for i in range(count):
-                index_unref(indexes[i])
+            c_layers[i] = (<Layer?>layers[i])._layer
+            indexes[i] = (<Layer>layers[i])._index
+        with nogil:
+            rc = stack_new(c_layers, indexes, count, &self._stack, &f)
         if rc:
             self._stack = NULL
             raise_fault(&f, "")
@@ -253,10 +236,8 @@ cdef class Stack:
         cdef fault f
         cdef int rc
         cdef stack *out
-        cdef index *top = copy_of(layer._index)
         with nogil:
-            rc = stack_push(self._stack, layer._layer, top, &out, &f)
-            index_unref(top)
+            rc = stack_push(self._stack, layer._layer, layer._index, &out, &f)
         if rc:
             raise_fault(&f, layer.path)
         return wrap_stack(out)
@@ -275,8 +256,13 @@ cdef class Stack:
 
     @property
     def segment_count(self):
-        """Segments held in memory for this stack, 16.3 bytes each."""
+        """Segments held in memory for this stack."""
         return stack_segments(self._stack)
+
+    @property
+    def index_bytes(self):
+        """Memory that holds them, and finds them; parts of it may be shared with other stacks."""
+        return stack_index_bytes(self._stack)
 
     def read(self, uint64_t offset, size_t length):
         """Bytes of the image; what no layer maps is zero."""
@@ -291,12 +277,14 @@ cdef class Stack:
     def segments(self):
         """Yield the merged `Segment`s in order of their place in the image."""
         cdef index *flat = stack_flatten(self._stack)
-        cdef size_t i
+        cdef index_cursor cursor = index_cursor(0, 0)
+        cdef segment s
         if flat is NULL:
             raise MemoryError
         try:
-            for i in range(flat.count):
-                yield segment_tuple(&flat.segments[i])
+            while index_at(flat, &cursor, &s):
+                yield segment_tuple(&s)
+                cursor.slot += 1
         finally:
             index_unref(flat)
 
@@ -679,86 +667,4 @@ cdef class Image:
             raise_fault(&f, "")
 
 
-def lookup_nanoseconds(size_t segments, size_t rounds, uint64_t seed=1):
-    """Mean time of one search in an index of so many segments, for `aenv bench blocks`."""
-    cdef segment *made = segments_alloc(segments)
-    if made is NULL:
-        raise MemoryError
-    cdef size_t i, total = 0
-    for i in range(segments):
-        made[i] = seg_make(16 * i, 8, 8 + 8 * i, False, 0)
-    cdef index *built = index_new(made, segments)
-    if built is NULL:
-        raise MemoryError
-    cdef uint64_t state = seed | 1, span = 16 * segments
-    start = time.perf_counter_ns()
-    with nogil:
-        for i in range(rounds):
-            state = state * 6364136223846793005ULL + 1442695040888963407ULL
-            # Each search depends on the one before, so that latency is measured and not throughput.
-            total += index_find(built, ((state >> 20) + (total & 1)) % span)
-    elapsed = time.perf_counter_ns() - start
-    index_unref(built)
-    return elapsed / rounds
-
-
-cdef extern from *:
-    """
-    #include <time.h>
-    #include <unistd.h>
-    static uint64_t now_ns(void)
-    {
-        struct timespec t;
-        clock_gettime(CLOCK_MONOTONIC, &t);
-        return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
-    }
-    static void touch(const void *page) { (void)*(const volatile unsigned char *)page; }
-    """
-    uint64_t now_ns() nogil
-    void touch(const void *page) nogil
-    ssize_t pread(int fd, void *buffer, size_t length, uint64_t offset) nogil
-
-
-def time_reads(Image image, int fd, uint64_t size, size_t length, size_t rounds, uint64_t seed=1):
-    """Nanoseconds of each of `rounds` random reads of an image, or of the file `fd` if `image` is None."""
-    cdef bytes data = PyBytes_FromStringAndSize(NULL, length)
-    cdef char *buffer = PyBytes_AS_STRING(data)
-    cdef uint64_t[::1] times = array("Q", bytes(8 * rounds))
-    cdef uint64_t state = seed | 1, start, offset, places = size // length
-    cdef size_t i
-    cdef int rc = 0
-    with nogil:
-        for i in range(rounds):
-            state = state * 6364136223846793005ULL + 1442695040888963407ULL
-            offset = (state >> 20) % places * length
-            start = now_ns()
-            if image is not None:
-                rc = image_read(image._image, buffer, length, offset)
-            elif pread(fd, buffer, length, offset) != <ssize_t>length:
-                rc = -5
-            times[i] = now_ns() - start
-            if rc:
-                break
-    check_io(rc, "read")
-    return times.base
-
-
-def time_faults(region, size_t rounds, uint64_t seed=1):
-    """Nanoseconds of the first touch of each of `rounds` pages of a mapping, in a random order."""
-    cdef const unsigned char[::1] view = region
-    cdef uint64_t pages = view.shape[0] // 4096, state = seed | 1, start
-    cdef uint64_t[::1] times = array("Q", bytes(8 * rounds))
-    cdef size_t i
-    if rounds > pages:
-        raise InvalidInputError("rounds", f"{rounds} of {pages} pages")
-    # A step that has no factor in common with the number of pages comes to each page once.
-    cdef uint64_t step = (pages * 5 // 8) | 1, at = state % pages
-    while gcd(step, pages) != 1:
-        step += 2
-    with nogil:
-        for i in range(rounds):
-            at = (at + step) % pages
-            start = now_ns()
-            touch(&view[at * 4096])
-            times[i] = now_ns() - start
-    return times.base
+include "lsmt_bench.pxi"

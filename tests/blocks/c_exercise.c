@@ -92,8 +92,12 @@ static void run_model(const char *folder, unsigned seed)
     check(image, model, size);
     struct stack *stack = image_stack(image);
     struct index *flat = stack ? stack_flatten(stack) : NULL;
-    for (size_t i = 0; flat && i < flat->count; i++)
-        assert(index_find(flat, seg_offset(&flat->segments[i])) == i);
+    struct index_cursor cursor = {0, 0};
+    struct segment found;
+    for (; flat && index_at(flat, &cursor, &found); cursor.slot++) {
+        struct index_cursor again = index_find(flat, seg_offset(&found));
+        assert(again.block == cursor.block && again.slot == cursor.slot);
+    }
     index_unref(flat);
     stack_unref(stack);
     image_free(image);

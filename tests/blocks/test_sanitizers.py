@@ -59,6 +59,12 @@ def test_concurrent_use(request: pytest.FixtureRequest, tmp_path: Path, which: s
     run(request.getfixturevalue(which), "threads", tmp_path)
 
 
+@pytest.mark.parametrize("seed", range(2))
+def test_index_agrees_with_a_sorted_array(tmp_path: Path, seed: int) -> None:
+    program = build(tmp_path / "index", "address,undefined", "c_index.c", ("index", "merge"))
+    run(program, seed)
+
+
 @pytest.mark.parametrize("options", [{}, {"form": "lz4"}, {"form": "zstd", "block_size": 65536}, {"tar": True}])
 def test_damaged_layers(with_address: Path, tmp_path: Path, options: dict[str, object]) -> None:
     blob = make(tmp_path / "whole", **options)

@@ -12,7 +12,7 @@ import pytest
 HERE = Path(__file__).parent
 NATIVE = HERE.parent.parent / "aenv/_native"
 # What reads sealed layers.
-READER = ("index", "journal", "layer", "map", "memory", "scratch", "source", "stack", "util", "view", "zfile")
+READER = ("index", "journal", "layer", "map", "memory", "merge", "scratch", "source", "stack", "util", "view", "zfile")
 
 
 def build(target: Path, sanitizer: str) -> Path:
