@@ -238,13 +238,13 @@ class Lifecycle:
         began = asyncio.get_running_loop().time()
         kept = record.memory, record.state_file
         try:
-            running = await self.parking.take(sandbox) if memory else None
-            parked = running is not None
-            if running is None:
-                running = await self._remake(sandbox, memory=memory)
             if on_timeout is not None:
                 record.options = replace(record.options, on_timeout=on_timeout)
-            await self._bring_up(sandbox, running, (SandboxState.RESUMING,), timeout)
+            parked = memory and await self._unpark(sandbox, timeout)
+            if not parked:
+                record.memory, record.state_file = kept
+                running = await self._remake(sandbox, memory=memory)
+                await self._bring_up(sandbox, running, (SandboxState.RESUMING,), timeout)
         except BaseException as error:
             if not sandbox.doomed and sandbox.state is SandboxState.RESUMING:
                 # What the guest has written meanwhile went to a layer of its own, which is gone with its machine.
@@ -264,6 +264,20 @@ class Lifecycle:
             self.chains.look_at(sandbox)
         took = (asyncio.get_running_loop().time() - began) * 1000
         self.event(sandbox, Event.RESUMED, f"in {took:.0f} ms")
+
+    async def _unpark(self, sandbox: Sandbox, timeout: int) -> bool:
+        """Go on with the machine of the pause. False when there is none, or it has died and nobody had noticed."""
+        running = await self.parking.take(sandbox)
+        if running is None:
+            return False
+        try:
+            await self._bring_up(sandbox, running, (SandboxState.RESUMING,), timeout)
+        except VmmError as error:
+            if sandbox.doomed:
+                raise
+            log.warning("the parked machine of sandbox %s did not go on: %s", sandbox.id, error)
+            return False
+        return True
 
     async def _remake(self, sandbox: Sandbox, *, memory: bool) -> Running:
         """A new machine for a paused sandbox."""

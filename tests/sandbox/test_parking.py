@@ -99,6 +99,25 @@ def test_its_time_ends(tmp_path: Path) -> None:
     run(world, scenario)
 
 
+def test_a_death_that_nobody_has_noticed_costs_nothing(world: World) -> None:
+    async def scenario(manager: Manager) -> None:
+        sandbox_id = await paused(manager, a="1")
+        await settled(manager)
+        vm = parked_vm(manager, sandbox_id)
+        assert vm is not None
+        world.host.reached.clear()
+        world.host.hold["resume"] = asyncio.Event()
+        resuming = asyncio.create_task(manager.connect(sandbox_id, 300))
+        await world.host.until("resume")
+        vm.die()
+        world.host.hold.pop("resume").set()
+        assert (await resuming)[1]
+        assert read(manager, sandbox_id) == ({"a": "1"}, {"a": "1"})
+        assert vm_of(manager, sandbox_id) is not vm
+
+    run(world, scenario)
+
+
 @pytest.mark.parametrize("at_once", [True, False])
 def test_its_death_costs_nothing(world: World, at_once: bool) -> None:
     async def scenario(manager: Manager) -> None:
