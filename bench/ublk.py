@@ -36,7 +36,7 @@ async def run(config: Config, n: int, say: Say) -> dict[str, Any]:
         build_initramfs(kernel, folder / "initramfs")
         build_root(kernel, folder, folder / "root.img", ["qemu-nbd", "qemu-img"])
         make_ext4(folder / "data.img", DATA_BYTES)
-        machine = Machine(kernel, folder / "initramfs", folder / "root.img", folder / "data.img", folder)
+        machine = Machine(kernel, folder / "initramfs", folder / "root.img", folder / "data.img", folder, parallel=True)
         try:
             rows = disks(machine, min(n, 5), say) + attach(machine, min(n, 20))
         finally:

@@ -184,7 +184,10 @@ class History:
             ended = state.paused(memory=True) if self.rules.pauses else State(Stage.GONE, by=GONE_BY_TIME)
             yield left, ended
         for index in waiting:
-            if self.calls[index].began <= until:
+            call = self.calls[index]
+            if call.began <= until:
+                if call.verb is Verb.TALK and self.rules.wakes and state.stage is Stage.PAUSED and state.memory:
+                    yield left, state.running(call.began + NOTICE)  # it may be paused again before it has heard
                 for following in self._steps(index, state):
                     yield left & ~(1 << index), following
 
@@ -245,11 +248,7 @@ class History:
                 left = max(call.began + 1, state.due - 0.5) if stage is Stage.RUNNING else due
                 return State(Stage.RETURNING, due=left, by=index) if stage in BOTH else None
             case Verb.TALK, (Outcome.DONE | Outcome.CLOSED):
-                if outcome is Outcome.CLOSED and not state.booted:
-                    return None
-                if stage is Stage.PAUSED and state.memory and self.rules.wakes:
-                    return state.running(call.began + NOTICE)
-                return state if stage is Stage.RUNNING else None
+                return state if stage is Stage.RUNNING and (outcome is Outcome.DONE or state.booted) else None
             case Verb.TALK, (Outcome.MISSING | Outcome.CONFLICT):
                 asleep = stage is Stage.PAUSED and not (self.rules.wakes and state.memory)
                 return state if asleep or stage in (Stage.RETURNING, Stage.GONE) else None

@@ -316,8 +316,6 @@ class World:
         call = Call(Verb.TALK, began, self.now(), outcome, note=what)
         with self.lock:
             box.calls.append(call)
-            if outcome is Outcome.CUT:  # the SDK asks then whether the sandbox is there, which may wake it once more
-                box.calls.append(replace(call, outcome=Outcome.UNKNOWN, note="health"))
         return call, found
 
     def read(self, box: Box, how: Callable[[Sandbox], str]) -> None:

@@ -54,6 +54,7 @@ RIGHT = [
     (ENDS, MADE, Call(Verb.ROLLBACK, 2, 4, Outcome.UNKNOWN), saw(Seen.PAUSED, 5, 6)),
     (WAKES, MADE, PAUSED, Call(Verb.TALK, 3, 9, Outcome.CUT), saw(Seen.PAUSED, 5, 5.1), saw(Seen.RUNNING, 6, 7)),
     (WAKES, MADE, PAUSED, Call(Verb.TALK, 3, 9, Outcome.MISSING), saw(Seen.RUNNING, 6, 7)),
+    (WAKES, MADE, PAUSED, Call(Verb.TALK, 3, 9), Call(Verb.PAUSE, 5, 6), Call(Verb.PAUSE, 7, 8)),
     (WAKES, Call(Verb.CREATE, 0, 1, seconds=1000, keeper=False), PAUSED, Call(Verb.TALK, 5, 6, Outcome.CLOSED)),
     (ENDS, MADE, Call(Verb.PAUSE, 2, 3, memory=False), RESUMED, Call(Verb.TALK, 9, 10, Outcome.CLOSED)),
 ]
@@ -77,6 +78,7 @@ WRONG = [
     (PAUSES, MADE, PAUSED, Call(Verb.TALK, 5, 6)),
     (PAUSES, MADE, Call(Verb.TALK, 2, 3, Outcome.MISSING)),
     (WAKES, MADE, PAUSED, Call(Verb.TALK, 5, 6, Outcome.MISSING)),
+    (WAKES, MADE, PAUSED, Call(Verb.TALK, 3, 6), Call(Verb.PAUSE, 7, 8), Call(Verb.PAUSE, 9, 10)),
     (WAKES, MADE, Call(Verb.PAUSE, 2, 3, memory=False), Call(Verb.TALK, 5, 6)),
     (ENDS, MADE, Call(Verb.PAUSE, 2, 4, Outcome.UNKNOWN), saw(Seen.RUNNING, 5, 6), saw(Seen.PAUSED, 7, 8)),
     (ENDS, MADE, PAUSED, RESUMED, Call(Verb.TALK, 9, 10, Outcome.CLOSED)),

@@ -26,7 +26,12 @@ def command_line() -> str:
 
 
 class Machine:
-    def __init__(self, kernel: Kernel, initramfs: Path, root: Path, data: Path, folder: Path) -> None:
+    """`parallel`: a thread of the host for each vCPU. One may then run code that the other has just patched, and the
+    kernel panics (`Oops: int3`), as a rule while it boots: that is for measurements only."""
+
+    def __init__(
+        self, kernel: Kernel, initramfs: Path, root: Path, data: Path, folder: Path, *, parallel: bool = False
+    ) -> None:
         self._console = folder / "console"
         path = folder / "serial"
         listening = socket.socket(socket.AF_UNIX)
@@ -35,8 +40,8 @@ class Machine:
             listening.listen(1)
             self._process = subprocess.Popen(
                 [
-                    # One thread for both vCPUs: with two, one may run code that the other has just patched.
-                    "qemu-system-x86_64", "-accel", "tcg,thread=single", "-M", "q35", "-smp", "2",
+                    "qemu-system-x86_64", "-accel", f"tcg,thread={'multi' if parallel else 'single'}", "-M", "q35",
+                    "-smp", "2",
                     # With ERMS the kernel copies to user space by `rep movsb`, which is emulated byte by byte.
                     "-cpu", "max,erms=off", "-m", str(MEMORY_MIB), "-nodefaults", "-no-user-config", "-no-reboot",
                     "-display", "none",
