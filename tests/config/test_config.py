@@ -20,6 +20,8 @@ GOOD: dict[str, tuple[str, str, str]] = {
     "vmm.pool": ("0", "1", "64"),
     "vmm.pool_max": ("0", "1", "256"),
     "vmm.hot": ("0", "1", "64"),
+    "vmm.parked": ("0", "1", "256"),
+    "vmm.parked_time": ("1", "2", "86400"),
     "network.pool": ("0", "1", "256"),
     "network.max": ("1", "2", "4096"),
     "sandbox.max": ("1", "2", "10000"),
