@@ -20,7 +20,6 @@
 #define KEPT (64u << 10)   /* bytes of a request whose buffer an idle queue does not keep */
 #define LONG (128u << 10)  /* bytes from which a write waits for the disk, and a read is worth a look whether it did */
 #define MOST_HELP 32       /* reads and writes of one queue that are with the workers at a time */
-#define TOGETHER (256u << 10) /* bytes of small writes that go to the image at once */
 #define COLD_BATCHES 16
 #define IDLE_SECONDS 1
 enum { WAKE = UBLK_MAX_DEPTH, IDLE }; /* user data of requests that are no tags */
@@ -28,17 +27,8 @@ enum { WAKE = UBLK_MAX_DEPTH, IDLE }; /* user data of requests that are no tags 
 struct request {
     struct job job; /* first: a job is turned back into its request */
     struct queue *queue;
-    struct request *also; /* large writes go to a worker together, in a list from the first of them on */
     unsigned tag;
     int result;
-};
-
-/* Writes whose data lies one after the other in a buffer. */
-struct gathering {
-    unsigned count;
-    size_t length;
-    unsigned tags[BLOCK_WRITES_MOST];
-    struct block_write writes[BLOCK_WRITES_MOST];
 };
 
 /* A list of jobs, first in first out. */
@@ -54,12 +44,8 @@ struct queue {
     size_t descriptors_length;
     char *buffer;                /* of this thread, LARGEST bytes */
     unsigned fetched, helped;    /* tags that are with the kernel, and with the workers or waiting for them */
-    unsigned moving;             /* jobs of the workers that read or write */
+    unsigned moving;             /* reads and writes among those that are with the workers */
     struct jobs backlog;
-    struct gathering small;      /* writes of this batch; their data is in `buffer` */
-    struct request *large, **large_end; /* writes of this batch that a worker is going to get */
-    unsigned large_count;
-    size_t large_length;
     size_t finished;             /* bytes of requests whose end the kernel has not been told yet */
     unsigned cold;               /* batches for which reads are given to workers, because one had to wait for a disk */
     bool used, timing;           /* since the last look if the queue is idle; the next look is arranged */
@@ -171,12 +157,6 @@ static int read_data(struct queue *queue, unsigned tag, char *buffer, size_t len
     return rc ? rc : (int)length;
 }
 
-/* --- requests ---------------------------------------------------------------------------------------------------- */
-
-static unsigned op_of(const struct ublk_io_desc *descriptor) { return descriptor->op_flags & UBLK_OP_MASK; }
-static uint64_t offset_of(const struct ublk_io_desc *descriptor) { return descriptor->start_sector * SECTOR; }
-static uint64_t length_of(const struct ublk_io_desc *descriptor) { return (uint64_t)descriptor->sectors * SECTOR; }
-
 static int write_data(struct queue *queue, unsigned tag, char *buffer, size_t length, uint64_t offset)
 {
     struct block_device *image = *queue->options.image;
@@ -186,34 +166,11 @@ static int write_data(struct queue *queue, unsigned tag, char *buffer, size_t le
     return rc ? rc : (int)length;
 }
 
-/* The data of one more write into the buffer. A negative errno is the end of that write. */
-static int gather(struct queue *queue, struct gathering *gathering, unsigned tag, char *buffer)
-{
-    const struct ublk_io_desc *descriptor = &queue->descriptors[tag];
-    size_t length = length_of(descriptor);
-    int rc = move_data(queue, tag, buffer + gathering->length, length, false);
-    if (rc)
-        return rc;
-    gathering->tags[gathering->count] = tag;
-    gathering->writes[gathering->count++] = (struct block_write){offset_of(descriptor), length};
-    gathering->length += length;
-    return 0;
-}
+/* --- requests ---------------------------------------------------------------------------------------------------- */
 
-/* Gives the result of each write: if not all can be written, that is a question for each. */
-static void write_gathered(struct queue *queue, struct gathering *gathering, const char *buffer, int *results)
-{
-    struct block_device *image = *queue->options.image;
-    int all = image->write_many(image, buffer, gathering->writes, gathering->count);
-    for (unsigned i = 0; i < gathering->count; i++) {
-        const struct block_write *write = &gathering->writes[i];
-        int rc = all ? image->write(image, buffer, write->length, write->offset) : 0;
-        results[i] = rc ? rc : (int)write->length;
-        buffer += write->length;
-    }
-    gathering->count = 0;
-    gathering->length = 0;
-}
+static unsigned op_of(const struct ublk_io_desc *descriptor) { return descriptor->op_flags & UBLK_OP_MASK; }
+static uint64_t offset_of(const struct ublk_io_desc *descriptor) { return descriptor->start_sector * SECTOR; }
+static uint64_t length_of(const struct ublk_io_desc *descriptor) { return (uint64_t)descriptor->sectors * SECTOR; }
 
 /* Gives what the kernel expects: bytes of a read or write, else 0; or a negative errno. */
 static int perform(struct queue *queue, unsigned tag, char *buffer)
@@ -242,32 +199,13 @@ static int perform(struct queue *queue, unsigned tag, char *buffer)
     return result;
 }
 
-static void perform_writes(struct queue *queue, struct request *first, char *buffer)
-{
-    struct gathering gathering = {0};
-    struct request *gathered[BLOCK_WRITES_MOST];
-    int results[BLOCK_WRITES_MOST];
-    for (struct request *request = first; request; request = request->also) {
-        gathered[gathering.count] = request;
-        request->result = gather(queue, &gathering, request->tag, buffer);
-    }
-    unsigned count = gathering.count;
-    if (count)
-        write_gathered(queue, &gathering, buffer, results);
-    for (unsigned i = 0; i < count; i++)
-        gathered[i]->result = results[i];
-}
-
 /* In a worker: the queue's thread serves other requests meanwhile. */
 static void help(struct job *job, char *buffer)
 {
     struct request *request = (struct request *)job;
     struct queue *queue = request->queue;
     uint64_t one = 1;
-    if (request->also)
-        perform_writes(queue, request, buffer);
-    else
-        request->result = perform(queue, request->tag, buffer);
+    request->result = perform(queue, request->tag, buffer);
     pthread_mutex_lock(&queue->lock);
     bool first = !queue->done;
     job->next = queue->done;
@@ -281,28 +219,20 @@ static void help(struct job *job, char *buffer)
 
 static bool moves_data(const struct queue *queue, unsigned tag) { return op_of(&queue->descriptors[tag]) <= UBLK_WRITE; }
 
-static void give_to_workers(struct queue *queue, struct request *request)
+static void ask_for_help(struct queue *queue, unsigned tag)
 {
-    bool moving = moves_data(queue, request->tag);
+    struct request *request = &queue->requests[tag];
+    *request = (struct request){{NULL, help}, queue, tag, 0};
+    queue->helped++;
     /* A layer that answers late, or not at all, must not take all workers. Flushes never wait behind it. */
-    if (moving && queue->moving >= MOST_HELP) {
+    if (moves_data(queue, tag) && queue->moving >= MOST_HELP) {
         *queue->backlog.last = &request->job;
         queue->backlog.last = &request->job.next;
         return;
     }
-    queue->moving += moving;
+    queue->moving += moves_data(queue, tag);
     workers_give(queue->options.workers, &request->job);
 }
-
-static struct request *take_request(struct queue *queue, unsigned tag)
-{
-    struct request *request = &queue->requests[tag];
-    *request = (struct request){{NULL, help}, queue, NULL, tag, 0};
-    queue->helped++;
-    return request;
-}
-
-static void ask_for_help(struct queue *queue, unsigned tag) { give_to_workers(queue, take_request(queue, tag)); }
 
 static void take_from_backlog(struct queue *queue)
 {
@@ -324,11 +254,9 @@ static void commit_helped(struct queue *queue)
     while (job) {
         struct request *request = (struct request *)job;
         job = job->next;
+        queue->helped--;
         queue->moving -= moves_data(queue, request->tag);
-        for (; request; request = request->also) {
-            queue->helped--;
-            commit(queue, request->tag, request->result);
-        }
+        commit(queue, request->tag, request->result);
         take_from_backlog(queue);
     }
 }
@@ -340,6 +268,8 @@ static bool needs_help(struct queue *queue, unsigned tag, bool more)
     switch (op_of(descriptor)) {
     case UBLK_READ:
         return queue->cold && (more || length_of(descriptor) >= LONG);
+    case UBLK_WRITE:
+        return descriptor->op_flags & UBLK_OP_FUA || length_of(descriptor) >= LONG;
     case UBLK_FLUSH:
         return true;
     }
@@ -363,68 +293,12 @@ static bool read_at_once(struct queue *queue, unsigned tag, size_t length, uint6
     return true;
 }
 
-static void finish_large(struct queue *queue)
-{
-    if (queue->large)
-        give_to_workers(queue, queue->large);
-    queue->large = NULL;
-    queue->large_end = &queue->large;
-    queue->large_count = 0;
-    queue->large_length = 0;
-}
-
-/* Together they wait for the disk once, and wake one thread. */
-static void add_large(struct queue *queue, unsigned tag, uint64_t length)
-{
-    if (queue->large_length + length > LARGEST || queue->large_count == BLOCK_WRITES_MOST)
-        finish_large(queue);
-    struct request *request = take_request(queue, tag);
-    *queue->large_end = request;
-    queue->large_end = &request->also;
-    queue->large_count++;
-    queue->large_length += length;
-}
-
-static void finish_small(struct queue *queue)
-{
-    int results[BLOCK_WRITES_MOST];
-    unsigned count = queue->small.count;
-    if (!count)
-        return;
-    queue->used |= queue->small.length > KEPT;
-    queue->finished += queue->small.length;
-    write_gathered(queue, &queue->small, queue->buffer, results);
-    for (unsigned i = 0; i < count; i++)
-        commit(queue, queue->small.tags[i], results[i]);
-}
-
-static void add_small(struct queue *queue, unsigned tag, uint64_t length)
-{
-    if (queue->small.length + length > TOGETHER || queue->small.count == BLOCK_WRITES_MOST)
-        finish_small(queue);
-    int rc = gather(queue, &queue->small, tag, queue->buffer);
-    if (rc)
-        commit(queue, tag, rc);
-}
-
-static void serve_write(struct queue *queue, unsigned tag, uint64_t length)
-{
-    if (length > LARGEST)
-        commit(queue, tag, -EINVAL);
-    else if (length >= LONG)
-        add_large(queue, tag, length);
-    else
-        add_small(queue, tag, length);
-}
-
 static void serve_request(struct queue *queue, unsigned tag, bool more)
 {
     const struct ublk_io_desc *descriptor = &queue->descriptors[tag];
     uint64_t length = length_of(descriptor);
     bool read = op_of(descriptor) == UBLK_READ && length <= LARGEST;
-    if (op_of(descriptor) == UBLK_WRITE && !(descriptor->op_flags & UBLK_OP_FUA)) {
-        serve_write(queue, tag, length);
-    } else if (needs_help(queue, tag, more)) {
+    if (needs_help(queue, tag, more)) {
         ask_for_help(queue, tag);
     } else if (!read) {
         commit(queue, tag, perform(queue, tag, queue->buffer));
@@ -478,8 +352,6 @@ static void handle_all(struct queue *queue)
         handle(queue, cqe, several);
         seen++;
     }
-    finish_small(queue);
-    finish_large(queue);
     io_uring_cq_advance(&queue->ring, seen);
     if (queue->cold)
         queue->cold--;
@@ -580,7 +452,6 @@ int queue_start(const struct queue_options *options, struct queue **out)
     queue->options = *options;
     queue->wake_fd = -1;
     queue->backlog.last = &queue->backlog.first;
-    queue->large_end = &queue->large;
     pthread_mutex_init(&queue->lock, NULL);
     pthread_cond_init(&queue->changed, NULL);
     int rc = map_memory(queue);
