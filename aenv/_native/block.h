@@ -12,18 +12,9 @@
  * in a system call, and a signal otherwise. */
 typedef int (*lend_t)(void *opaque, const struct iovec *pieces, int count);
 
-/* One of some writes whose data lies one after the other in a buffer. */
-struct block_write {
-    uint64_t offset;
-    size_t length;
-};
-#define BLOCK_WRITES_MOST 64u
-
 struct block_device {
     int (*read)(struct block_device *device, void *buffer, size_t length, uint64_t offset);
     int (*write)(struct block_device *device, const void *buffer, size_t length, uint64_t offset);
-    /* Up to BLOCK_WRITES_MOST writes at the price of little more than one. After an error each may be made by itself. */
-    int (*write_many)(struct block_device *device, const void *buffer, const struct block_write *writes, unsigned count);
     int (*discard)(struct block_device *device, uint64_t offset, uint64_t length); /* reads as zeros afterwards */
     int (*flush)(struct block_device *device);
     /* A read without a copy. -EOPNOTSUPP: not of these bytes; else what `use` gives. Fall back to `read` after errors. */

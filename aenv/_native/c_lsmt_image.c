@@ -247,20 +247,6 @@ int image_write(struct image *image, const void *buffer, size_t length, uint64_t
     return counted(image, rc);
 }
 
-int image_write_many(struct image *image, const void *buffer, const struct block_write *writes, unsigned number)
-{
-    if (image->device.read_only)
-        return -EROFS;
-    pthread_rwlock_rdlock(&image->life);
-    int rc = upper_write_many(image->upper, buffer, writes, number);
-    pthread_rwlock_unlock(&image->life);
-    for (unsigned i = 0; !rc && i < number; i++) { /* else they are counted when they are made again */
-        count(&image->writes, 1);
-        count(&image->write_bytes, writes[i].length);
-    }
-    return rc;
-}
-
 int image_discard(struct image *image, uint64_t offset, uint64_t length)
 {
     if (image->device.read_only)
@@ -328,12 +314,6 @@ static int device_write(struct block_device *device, const void *buffer, size_t 
     return image_write(of_device(device), buffer, length, offset);
 }
 
-static int device_write_many(struct block_device *device, const void *buffer, const struct block_write *writes,
-                             unsigned number)
-{
-    return image_write_many(of_device(device), buffer, writes, number);
-}
-
 static int device_discard(struct block_device *device, uint64_t offset, uint64_t length)
 {
     return image_discard(of_device(device), offset, length);
@@ -370,8 +350,8 @@ int image_new(struct stack *stack, struct upper *upper, bool direct, struct imag
     struct image *image = calloc(1, sizeof *image);
     if (!image)
         return fault_set(fault, ENOMEM, "memory", "out of memory");
-    image->device = (struct block_device){device_read, device_write, device_write_many, device_discard, device_flush,
-                                          device_lend, device_read_now, device_size, !upper};
+    image->device = (struct block_device){device_read, device_write, device_discard, device_flush, device_lend,
+                                          device_read_now, device_size, !upper};
     image->stack = stack ? stack_ref(stack) : NULL;
     image->upper = upper;
     image->direct = direct;

@@ -8,31 +8,13 @@
 
 #include "lsmt_journal.h"
 
-#define MARK "aenv checked records 2, seed " /* an older index is read as a standard one, without its checksums */
+#define MARK "aenv checked records, seed "
 
 static uint32_t record_crc(uint32_t seed, uint64_t number, const struct record *record)
 {
     uint64_t words[4] = {number, record->entry.word0, record->entry.word1, record->check.word0};
-    uint32_t data = record_data_sum(record);
+    uint32_t data = record_data_crc(record);
     return crc32c_raw(crc32c_raw(seed, words, sizeof words), &data, sizeof data);
-}
-
-uint32_t data_sum(uint32_t seed, const void *data, size_t length)
-{
-    const uint64_t factor = 0xD6E8FEB86659FD93ull;
-    const char *bytes = data;
-    uint64_t lanes[4] = {seed, ~(uint64_t)seed, seed * factor, ~(seed * factor)}, sum = 0;
-    for (; length; bytes += sizeof lanes, length -= sizeof lanes) {
-        uint64_t words[4];
-        memcpy(words, bytes, sizeof words);
-        for (int i = 0; i < 4; i++) {
-            lanes[i] = (lanes[i] ^ words[i]) * factor;
-            lanes[i] ^= lanes[i] >> 32; /* the high bits of a product know all of its word, the low ones do not */
-        }
-    }
-    for (int i = 0; i < 4; i++)
-        sum = (sum ^ lanes[i]) * factor ^ sum >> 29;
-    return (uint32_t)(sum >> 32);
 }
 
 struct record record_make(uint32_t seed, uint64_t number, enum record_kind kind, struct segment entry, uint32_t data)
@@ -123,7 +105,7 @@ static bool data_is_there(int data_fd, uint32_t seed, const struct record *recor
     if (!*buffer && !(*buffer = malloc((size_t)LSMT_MAX_LENGTH * LSMT_SECTOR)))
         return false;
     return read_fully(data_fd, *buffer, length, at) == 0 &&
-           data_sum(seed, *buffer, length) == record_data_sum(record);
+           data_crc(seed, *buffer, length) == record_data_crc(record);
 }
 
 static int replay_records(int data_fd, struct journal *journal, const struct record *records, uint64_t data_size,

@@ -249,7 +249,7 @@ static int load(struct upper *upper, struct upper_recovery *recovery, struct fau
     upper->map = journal.map;
     upper->seed = journal.seed;
     upper->virtual_size = journal.virtual_size;
-    upper->data_end = upper->written = journal.data_end;
+    upper->data_end = journal.data_end;
     upper->records = journal.records;
     if (is_sealed(upper->data_fd, upper->data_end))
         return fault_set(fault, EEXIST, "data", "%s is sealed", upper->data_path);
@@ -314,65 +314,26 @@ void upper_close(struct upper *upper)
     free(upper->data_path), free(upper->index_path), free(upper);
 }
 
-/* With `append` held. Records that could not be written leave nothing behind: the next ones would lead to those of them
- * that are whole. */
-static void take_back_records(struct upper *upper)
+/* With `append` held. A record that could not be written is overwritten by the next one. */
+static int put_record(struct upper *upper, enum record_kind kind, struct segment entry, uint32_t crc)
 {
-    if (ftruncate(upper->index_fd, (off_t)(LSMT_BLOCK + upper->records * sizeof(struct record))))
-        upper->failed = errno;
-}
-
-static int put_record(struct upper *upper, enum record_kind kind, struct segment entry)
-{
-    struct record record = record_make(upper->seed, upper->records, kind, entry, 0);
+    struct record record = record_make(upper->seed, upper->records, kind, entry, crc);
     int rc = write_fully(upper->index_fd, &record, sizeof record, LSMT_BLOCK + upper->records * sizeof record);
-    if (rc)
-        take_back_records(upper);
-    else
+    if (!rc)
         upper->records++;
     return rc;
 }
 
-/* A piece of data, and where it lies. */
-struct piece {
-    struct segment segment;
-    uint32_t sum;
-};
-
-/* With `append` held. A record without data must not point behind the end of the file: other writers may have places
- * there, and be killed before they have written. */
-static struct segment zeroed_segment(const struct upper *upper, uint64_t sector, uint64_t sectors)
+static int put_segment(struct upper *upper, struct segment segment, uint32_t crc)
 {
-    return seg_make(sector, sectors, upper->written / LSMT_SECTOR, true, 0);
-}
-
-static void note_written(struct upper *upper, const struct segment *segment)
-{
-    uint64_t end = (seg_moffset(segment) + seg_length(segment)) * LSMT_SECTOR;
-    if (!seg_zeroed(segment) && end > upper->written)
-        upper->written = end;
-}
-
-/* With `append` held; one piece at least. Those that came into the map before an error stay. */
-static int put_segments(struct upper *upper, const struct piece *pieces, unsigned count)
-{
-    struct record records[BLOCK_WRITES_MOST];
-    unsigned made = 0, done = 0;
-    do
-        records[made] = record_make(upper->seed, upper->records + made, RECORD_SEGMENT, pieces[made].segment,
-                                    pieces[made].sum);
-    while (++made < count);
-    int rc = write_fully(upper->index_fd, records, count * sizeof *records,
-                         LSMT_BLOCK + upper->records * sizeof *records);
-    if (!rc) {
-        pthread_rwlock_wrlock(&upper->lock);
-        while (done < count && !(rc = map_insert(&upper->map, pieces[done].segment)))
-            note_written(upper, &pieces[done++].segment);
-        pthread_rwlock_unlock(&upper->lock);
-    }
-    upper->records += done;
+    int rc = put_record(upper, RECORD_SEGMENT, segment, crc);
     if (rc)
-        take_back_records(upper);
+        return rc;
+    pthread_rwlock_wrlock(&upper->lock);
+    rc = map_insert(&upper->map, segment);
+    pthread_rwlock_unlock(&upper->lock);
+    if (rc)
+        upper->records--; /* the next record takes the place of the one that is not in the map */
     return rc;
 }
 
@@ -386,17 +347,21 @@ static int may_write(struct upper *upper, uint64_t offset, uint64_t length)
     return -upper->failed;
 }
 
-/* With `append` held: a place in the data file, in bytes, that is nobody else's. */
+/* A place in the data file, in bytes, that is nobody else's. */
 static uint64_t allocate(struct upper *upper, size_t length, uint64_t align)
 {
     uint64_t at;
-    if (space_take(&upper->space, length / LSMT_SECTOR, align / LSMT_SECTOR, &at))
-        return at * LSMT_SECTOR;
-    uint64_t pad = (align - upper->data_end % align) % align;
-    if (pad)
-        space_dead(&upper->space, upper->data_end / LSMT_SECTOR, pad / LSMT_SECTOR);
-    at = upper->data_end + pad;
-    upper->data_end = at + length;
+    pthread_mutex_lock(&upper->append);
+    if (space_take(&upper->space, length / LSMT_SECTOR, align / LSMT_SECTOR, &at)) {
+        at *= LSMT_SECTOR;
+    } else {
+        uint64_t pad = (align - upper->data_end % align) % align;
+        if (pad)
+            space_dead(&upper->space, upper->data_end / LSMT_SECTOR, pad / LSMT_SECTOR);
+        at = upper->data_end + pad;
+        upper->data_end = at + length;
+    }
+    pthread_mutex_unlock(&upper->append);
     return at;
 }
 
@@ -427,86 +392,21 @@ static void reserve(struct upper *upper, uint64_t at, size_t length)
     pthread_mutex_unlock(&upper->reserving);
 }
 
-static bool goes_direct(const struct upper *upper, const struct block_write *writes, unsigned count)
+static int write_piece(struct upper *upper, const void *buffer, size_t length, uint64_t offset)
 {
-    bool all = upper->direct_fd >= 0;
-    for (unsigned i = 0; i < count; i++)
-        all = all && writes[i].length >= DIRECT_FROM && writes[i].length % DIRECT_ALIGN == 0;
-    return all;
-}
-
-static int write_run(struct upper *upper, const void *buffer, size_t length, uint64_t at, bool direct)
-{
-    int rc = -EINVAL;
-    if (direct) {
+    bool direct = upper->direct_fd >= 0 && length >= DIRECT_FROM && length % DIRECT_ALIGN == 0;
+    uint64_t at = allocate(upper, length, direct ? DIRECT_ALIGN : LSMT_SECTOR);
+    if (direct)
         reserve(upper, at, length);
-        rc = write_direct(upper, buffer, length, at);
-    }
+    int rc = direct ? write_direct(upper, buffer, length, at) : -EINVAL;
     if (rc == -EINVAL) /* small, or a device with larger blocks than DIRECT_ALIGN */
         rc = write_fully(upper->data_fd, buffer, length, at);
-    return rc;
-}
-
-/* What lies together in memory and in the file is written together. */
-static int write_data(struct upper *upper, const char *buffer, const struct piece *pieces, unsigned count, bool direct)
-{
-    const char *begin = buffer;
-    uint64_t at = 0;
-    size_t length = 0;
-    int rc = 0;
-    for (unsigned i = 0; !rc && i < count; i++) {
-        size_t bytes = seg_length(&pieces[i].segment) * LSMT_SECTOR;
-        uint64_t place = seg_moffset(&pieces[i].segment) * LSMT_SECTOR;
-        bool zeroed = seg_zeroed(&pieces[i].segment);
-        if (length && (zeroed || place != at + length)) {
-            rc = write_run(upper, begin, length, at, direct);
-            length = 0;
-        }
-        if (!length)
-            begin = buffer, at = place;
-        length += zeroed ? 0 : bytes;
-        buffer += bytes;
-    }
-    return !rc && length ? write_run(upper, begin, length, at, direct) : rc;
-}
-
-static void place(struct upper *upper, const char *buffer, const struct block_write *writes, struct piece *pieces,
-                  unsigned count, uint64_t align)
-{
-    bool zero[BLOCK_WRITES_MOST];
-    for (unsigned i = 0; i < count; buffer += writes[i++].length)
-        zero[i] = bytes_are_zero(buffer, writes[i].length);
-    pthread_mutex_lock(&upper->append);
-    for (unsigned i = 0; i < count; i++) {
-        uint64_t sector = writes[i].offset / LSMT_SECTOR, sectors = writes[i].length / LSMT_SECTOR;
-        if (zero[i])
-            pieces[i].segment = zeroed_segment(upper, sector, sectors);
-        else
-            pieces[i].segment = seg_make(sector, sectors, allocate(upper, writes[i].length, align) / LSMT_SECTOR,
-                                         false, 0);
-    }
-    pthread_mutex_unlock(&upper->append);
-}
-
-int upper_write_many(struct upper *upper, const void *buffer, const struct block_write *writes, unsigned count)
-{
-    struct piece pieces[BLOCK_WRITES_MOST];
-    const char *bytes = buffer;
-    int rc = count && count <= BLOCK_WRITES_MOST ? 0 : -EINVAL;
-    for (unsigned i = 0; !rc && i < count; i++)
-        if (!(rc = may_write(upper, writes[i].offset, writes[i].length)) &&
-            (!writes[i].length || writes[i].length > LSMT_MAX_LENGTH * LSMT_SECTOR))
-            rc = -EINVAL;
     if (rc)
         return rc;
-    bool direct = goes_direct(upper, writes, count);
-    place(upper, buffer, writes, pieces, count, direct ? DIRECT_ALIGN : LSMT_SECTOR);
-    if ((rc = write_data(upper, buffer, pieces, count, direct)))
-        return rc;
-    for (unsigned i = 0; i < count; bytes += writes[i++].length)
-        pieces[i].sum = seg_zeroed(&pieces[i].segment) ? 0 : data_sum(upper->seed, bytes, writes[i].length);
+    uint32_t crc = data_crc(upper->seed, buffer, length);
+    struct segment segment = seg_make(offset / LSMT_SECTOR, length / LSMT_SECTOR, at / LSMT_SECTOR, false, 0);
     pthread_mutex_lock(&upper->append);
-    rc = put_segments(upper, pieces, count);
+    rc = put_segment(upper, segment, crc);
     pthread_mutex_unlock(&upper->append);
     return rc;
 }
@@ -519,7 +419,7 @@ int upper_write(struct upper *upper, const void *buffer, size_t length, uint64_t
         return upper_discard(upper, offset, length);
     while (!rc && length) {
         size_t piece = length < LSMT_MAX_LENGTH * LSMT_SECTOR ? length : LSMT_MAX_LENGTH * LSMT_SECTOR;
-        rc = upper_write_many(upper, bytes, &(struct block_write){offset, piece}, 1);
+        rc = write_piece(upper, bytes, piece, offset);
         bytes += piece, offset += piece, length -= piece;
     }
     return rc;
@@ -532,7 +432,7 @@ int upper_discard(struct upper *upper, uint64_t offset, uint64_t length)
     while (!rc && left) {
         uint64_t piece = left < LSMT_MAX_LENGTH ? left : LSMT_MAX_LENGTH;
         pthread_mutex_lock(&upper->append);
-        rc = put_segments(upper, &(struct piece){zeroed_segment(upper, sector, piece), 0}, 1);
+        rc = put_segment(upper, seg_make(sector, piece, upper->data_end / LSMT_SECTOR, true, 0), 0);
         pthread_mutex_unlock(&upper->append);
         sector += piece, left -= piece;
     }
@@ -573,7 +473,7 @@ static int flush_locked(struct upper *upper)
     pthread_mutex_lock(&upper->append);
     upper->synced = records;
     bool alone = upper->records == records;
-    bool barrier = put_record(upper, RECORD_BARRIER, (struct segment){LSMT_NO_OFFSET, records}) == 0;
+    bool barrier = put_record(upper, RECORD_BARRIER, (struct segment){LSMT_NO_OFFSET, records}, 0) == 0;
     if (barrier && alone)
         upper->synced = upper->records;
     space_flush_end(&upper->space, barrier);
@@ -613,7 +513,7 @@ int upper_resize(struct upper *upper, uint64_t virtual_size)
     if (upper->frozen)
         return -EROFS;
     pthread_mutex_lock(&upper->append);
-    int rc = put_record(upper, RECORD_RESIZE, (struct segment){LSMT_NO_OFFSET, virtual_size / LSMT_SECTOR});
+    int rc = put_record(upper, RECORD_RESIZE, (struct segment){LSMT_NO_OFFSET, virtual_size / LSMT_SECTOR}, 0);
     if (!rc)
         upper->virtual_size = virtual_size;
     pthread_mutex_unlock(&upper->append);

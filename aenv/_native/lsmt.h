@@ -255,8 +255,6 @@ int upper_open(const char *data, const char *index, struct upper **out, struct u
                struct fault *fault);
 void upper_close(struct upper *upper);
 int upper_write(struct upper *upper, const void *buffer, size_t length, uint64_t offset);
-/* See write_many of block.h. */
-int upper_write_many(struct upper *upper, const void *buffer, const struct block_write *writes, unsigned count);
 int upper_discard(struct upper *upper, uint64_t offset, uint64_t length);
 int upper_flush(struct upper *upper);
 int upper_resize(struct upper *upper, uint64_t virtual_size);
@@ -289,7 +287,6 @@ int image_read(struct image *image, void *buffer, size_t length, uint64_t offset
 int image_read_now(struct image *image, void *buffer, size_t length, uint64_t offset);
 int image_lend(struct image *image, size_t length, uint64_t offset, lend_t use, void *opaque);
 int image_write(struct image *image, const void *buffer, size_t length, uint64_t offset);
-int image_write_many(struct image *image, const void *buffer, const struct block_write *writes, unsigned count);
 int image_discard(struct image *image, uint64_t offset, uint64_t length);
 int image_flush(struct image *image);
 int image_resize(struct image *image, uint64_t virtual_size);

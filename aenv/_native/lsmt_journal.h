@@ -18,12 +18,13 @@ _Static_assert(sizeof(struct record) == 32, "record");
 
 /* `seed` is drawn when the file is made: records of an older file at the same place on disk do not fit. */
 struct record record_make(uint32_t seed, uint64_t number, enum record_kind kind, struct segment entry,
-                          uint32_t data_sum);
+                          uint32_t data_crc);
 enum record_kind record_check(uint32_t seed, uint64_t number, const struct record *record); /* 0: not valid */
-static inline uint32_t record_data_sum(const struct record *record) { return (uint32_t)record->check.word1; }
-/* Of whole sectors. Not a CRC: four lanes of multiplications take a third of the time, and a tenth where the machine is
- * emulated. A change of one word always changes its lane; any other goes unseen once in 2^32. */
-uint32_t data_sum(uint32_t seed, const void *data, size_t length);
+static inline uint32_t record_data_crc(const struct record *record) { return (uint32_t)record->check.word1; }
+static inline uint32_t data_crc(uint32_t seed, const void *data, size_t length)
+{
+    return crc32c_raw(~seed, data, length);
+}
 
 /* Fills the header of an index file; draws the seed. */
 int journal_header(struct lsmt_header *header, uint64_t virtual_size, const char *uuid, const char *parent_uuid,

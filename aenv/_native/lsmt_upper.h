@@ -12,13 +12,12 @@ struct upper {
     char *data_path, *index_path;
     struct lsmt_header header;
     uint32_t seed;
-    pthread_mutex_t append; /* data_end, written, records, space; held while a record is written and the map is changed */
+    pthread_mutex_t append; /* data_end, records, space; held while a record is written and the map is changed */
     pthread_mutex_t flushing;
     pthread_mutex_t reserving;
     _Atomic uint64_t reserved; /* end of what is allocated ahead */
     pthread_rwlock_t lock; /* the map */
     uint64_t data_end, records, synced;
-    uint64_t written; /* bytes of the data file that are surely there, as a record says */
     _Atomic uint64_t virtual_size;
     atomic_bool named; /* its directory was synced: the files are found after a power loss */
     atomic_int failed; /* errno of a failed flush: what is on disk is unknown from then on */

@@ -1,11 +1,9 @@
 /* Run by test_sanitizers.py, built with the C core and a sanitizer. Modes:
  *   model DIR SEED     random writes, discards, restacks, resizes and reopens against a flat array
  *   threads DIR        readers, writers, flushes and restacks at once
- *   full DIR           the index file has no room for all records of some writes
  *   open FILE...       open each file as a layer, read all of it if it opens
  */
 #include <assert.h>
-#include <errno.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -56,24 +54,6 @@ static void restack(struct image *image, const char *folder, int number)
     upper_close(old);
 }
 
-/* Some writes at once, which may overlap; zeros, too. */
-static void write_some(struct image *image, uint8_t *model, uint64_t size)
-{
-    static uint8_t data[BLOCK_WRITES_MOST * 4096];
-    struct block_write writes[BLOCK_WRITES_MOST];
-    unsigned count = 1 + (unsigned)random() % (random() % 8 ? 8 : BLOCK_WRITES_MOST);
-    size_t unit = random() % 2 ? 4096 : 512, used = 0; /* 4096: past the page cache, as DIRECT_FROM is here */
-    for (unsigned i = 0; i < count; i++) {
-        uint64_t offset = (uint64_t)random() % (size / 512) * 512, length = (1 + (uint64_t)random() % (4096 / unit)) * unit;
-        length = length < size - offset ? length : size - offset;
-        writes[i] = (struct block_write){offset, length};
-        memset(data + used, random() % 6 ? 1 + (int)(random() % 255) : 0, length);
-        memcpy(model + offset, data + used, length);
-        used += length;
-    }
-    assert(image_write_many(image, data, writes, count) == 0);
-}
-
 static void run_model(const char *folder, unsigned seed)
 {
     static uint8_t model[2 * SIZE], data[1 << 17];
@@ -88,9 +68,7 @@ static void run_model(const char *folder, unsigned seed)
         uint64_t offset = (uint64_t)random() % (size / 512) * 512, length = (1 + (uint64_t)random() % 64) * 512;
         int what = (int)(random() % 100);
         length = length < size - offset ? length : size - offset;
-        if (what < 25) {
-            write_some(image, model, size);
-        } else if (what < 75) {
+        if (what < 75) {
             memset(data, what < 70 ? 1 + (int)(random() % 255) : 0, length);
             assert(image_write(image, data, length, offset) == 0);
             memcpy(model + offset, data, length);
@@ -156,8 +134,6 @@ static void *writer(void *opaque)
         memset(buffer, i, sizeof buffer);
         if (i % 10 == 0)
             assert(image_discard(shared->image, at, sizeof buffer) == 0);
-        else if (i % 10 < 4)
-            assert(image_write_many(shared->image, buffer, &(struct block_write){at, sizeof buffer}, 1) == 0);
         else
             assert(image_write(shared->image, buffer, sizeof buffer, at) == 0);
         if (i % 500 == 0)
@@ -187,60 +163,6 @@ static void run_threads(const char *folder)
     image_free(shared.image);
 }
 
-/* --- a full disk: linked with --wrap=pwrite --------------------------------------------------------------------- */
-
-static size_t room = SIZE_MAX; /* bytes that an index file still takes */
-
-ssize_t __real_pwrite(int fd, const void *data, size_t length, off_t offset);
-ssize_t __wrap_pwrite(int fd, const void *data, size_t length, off_t offset)
-{
-    if (room == SIZE_MAX || length >= 512) /* data */
-        return __real_pwrite(fd, data, length, offset);
-    length = length < room ? length : room;
-    room -= length;
-    errno = ENOSPC;
-    return length ? __real_pwrite(fd, data, length, offset) : -1;
-}
-
-static void fill(uint8_t *data, struct block_write *writes, unsigned count, int value)
-{
-    for (unsigned i = 0; i < count; i++) {
-        writes[i] = (struct block_write){i * 4096, 4096};
-        memset(data + i * 4096, value, 4096);
-    }
-}
-
-/* Records that were written before there was no room must not come back with those that follow. */
-static void run_full(const char *folder)
-{
-    static uint8_t data[8 * 4096];
-    char files[2][512];
-    struct block_write writes[8];
-    struct fault fault;
-    struct image *image;
-    struct upper *upper = new_upper(folder, 0, SIZE);
-    struct upper_recovery recovery;
-    if (image_new(NULL, upper, false, &image, &fault))
-        fail(&fault);
-    fill(data, writes, 8, 1);
-    assert(image_write_many(image, data, writes, 8) == 0);
-    fill(data, writes, 8, 2);
-    room = 5 * 32 + 7;
-    assert(image_write_many(image, data, writes, 8) == -ENOSPC);
-    room = SIZE_MAX;
-    assert(image_write(image, data, 4096, 0) == 0);
-    image_free(image);
-    snprintf(files[0], sizeof files[0], "%s/0.data", folder);
-    snprintf(files[1], sizeof files[1], "%s/0.index", folder);
-    if (upper_open(files[0], files[1], &upper, &recovery, &fault) || image_new(NULL, upper, false, &image, &fault))
-        fail(&fault);
-    assert(recovery.records == 9 && recovery.cut_records == 0);
-    assert(image_read(image, data, sizeof data, 0) == 0);
-    for (unsigned i = 0; i < 8; i++)
-        assert(data[i * 4096] == (i ? 1 : 2));
-    image_free(image);
-}
-
 static void run_open(const char *path)
 {
     struct layer *layer;
@@ -267,8 +189,6 @@ int main(int count, char **arguments)
         run_model(arguments[2], (unsigned)atoi(arguments[3]));
     else if (count >= 3 && strcmp(arguments[1], "threads") == 0)
         run_threads(arguments[2]);
-    else if (count >= 3 && strcmp(arguments[1], "full") == 0)
-        run_full(arguments[2]);
     else if (count >= 3 && strcmp(arguments[1], "open") == 0)
         for (int i = 2; i < count; i++)
             run_open(arguments[i]);

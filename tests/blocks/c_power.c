@@ -14,7 +14,6 @@
 
 #define BLOCKS 64
 #define BLOCK 4096
-#define MOST 5 /* blocks written at once */
 
 enum { PWRITE, SYNC, TRUNCATE, RENAME, UNLINK, WRITE_BEGIN, WRITE_END, FLUSH_END, CREATED };
 
@@ -73,34 +72,10 @@ int __wrap_rename(const char *from, const char *to)
     return __real_rename(from, to);
 }
 
-static void discard(struct image *image, uint64_t at)
-{
-    put(WRITE_BEGIN, at, 0, NULL, 0);
-    assert(image_discard(image, at * BLOCK, BLOCK) == 0);
-    put(WRITE_END, at, 0, NULL, 0);
-}
-
-/* Each block with a value of its own, from `value` on. Gives the next one. */
-static uint32_t write_some(struct image *image, uint32_t value)
-{
-    static uint32_t blocks[MOST][BLOCK / 4];
-    struct block_write writes[MOST];
-    unsigned count = 1 + (unsigned)random() % MOST;
-    for (unsigned n = 0; n < count; n++) {
-        writes[n] = (struct block_write){(uint64_t)random() % BLOCKS * BLOCK, BLOCK};
-        for (unsigned i = 0; i < BLOCK / 4; i++)
-            blocks[n][i] = value + n;
-        put(WRITE_BEGIN, writes[n].offset / BLOCK, value + n, NULL, 0);
-    }
-    assert(image_write_many(image, blocks, writes, count) == 0);
-    for (unsigned n = 0; n < count; n++)
-        put(WRITE_END, writes[n].offset / BLOCK, value + n, NULL, 0);
-    return value + count;
-}
-
 int main(int count, char **arguments)
 {
     char data[512], index[512];
+    uint32_t block[BLOCK / 4];
     struct fault fault;
     struct upper *upper;
     struct upper_recovery recovery;
@@ -120,12 +95,15 @@ int main(int count, char **arguments)
     put(CREATED, status.st_ino, 0, data, strlen(data));
     assert(stat(index, &status) == 0);
     put(CREATED, status.st_ino, 0, index, strlen(index));
-    for (uint32_t value = 1; value < 1200;) {
-        if (random() % 8 == 0)
-            discard(image, (uint64_t)random() % BLOCKS);
-        else
-            value = write_some(image, value);
-        if (random() % 4 == 0) {
+    for (uint32_t value = 1; value < 1200; value++) {
+        uint64_t at = (uint64_t)random() % BLOCKS;
+        bool discard = random() % 8 == 0;
+        for (unsigned i = 0; i < BLOCK / 4; i++)
+            block[i] = value;
+        put(WRITE_BEGIN, at, discard ? 0 : value, NULL, 0);
+        assert((discard ? image_discard(image, at * BLOCK, BLOCK) : image_write(image, block, BLOCK, at * BLOCK)) == 0);
+        put(WRITE_END, at, discard ? 0 : value, NULL, 0);
+        if (random() % 12 == 0) {
             assert(image_flush(image) == 0);
             put(FLUSH_END, 0, 0, NULL, 0);
         }

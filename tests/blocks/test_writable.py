@@ -194,25 +194,6 @@ def test_discard_holds_after_reopen_and_hides_the_lower_layer(new_writable: NewW
     assert content(upper, stack)[:16384] == b"l" * 4096 + bytes(8192) + b"l" * 4096
 
 
-def test_discard_points_into_the_data_that_is_there(new_writable: NewWritable) -> None:
-    """Its record must not count on data that another writer, killed by then, has only got a place for."""
-    files = new_writable("top", SIZE)
-    image = Image(None, *files)
-    generator = random.Random(4)
-    for i in range(40):
-        image.discard(generator.randrange(64) * 4096, 4096)
-        image.write(i * 8192, bytes(4096) if i % 4 == 0 else generator.randbytes(4096))
-    image.close()
-    index, there = files[1].read_bytes(), 4096
-    for at in range(4096, len(index), 32):
-        length = int.from_bytes(index[at : at + 8], "little") >> 50
-        place = int.from_bytes(index[at + 8 : at + 16], "little")
-        begin = (place & (1 << 55) - 1) * 512
-        assert 4096 <= begin <= there
-        if not place >> 55 & 1:
-            there = max(there, begin + length * 512)
-
-
 def test_zeros_written_are_not_stored(new_writable: NewWritable) -> None:
     files = new_writable("top", SIZE)
     image = Image(None, *files)
@@ -308,23 +289,6 @@ def test_seal_in_place_is_standard_and_repeatable(new_writable: NewWritable) -> 
     read_layer(files[0]).lay_over(rebuilt)
     assert rebuilt == state
     assert Stack([Layer(files[0])]).read(0, SIZE) == state
-
-
-@pytest.mark.parametrize("count", [0, 1, 4095, 4096, 4097, 8193])
-def test_seal_stores_every_segment(new_writable: NewWritable, count: int) -> None:
-    files = new_writable("top", 1024 * 8193)
-    image = Image(None, *files)
-    places = list(range(count))
-    random.Random(count).shuffle(places)  # so that none goes on where another ends, in the file either
-    for place in places:
-        image.write(1024 * place, place.to_bytes(4, "little") * 127 + b"last")
-    image.close()
-    Sealing(*files).finish()
-    found = list(Layer(files[0]).segments())
-    assert [(s.offset, s.length) for s in found] == [(1024 * i, 512) for i in range(count)]
-    rebuilt = bytearray(1024 * 8193)
-    read_layer(files[0]).lay_over(rebuilt)
-    assert rebuilt == Stack([Layer(files[0])]).read(0, len(rebuilt))
 
 
 def test_sealed_layer_is_not_opened_for_writing_again(new_writable: NewWritable, tmp_path: Path) -> None:
