@@ -33,7 +33,6 @@ class Verb(enum.Enum):
     KILL = "kill"
     SEE = "see"
     TALK = "talk"
-    DIE = "lose its machine"
     CRASH = "crash"
 
 
@@ -114,7 +113,7 @@ class Rules:
 
 
 GONE_BY_TIME = -2
-BREAKS = (Verb.PAUSE, Verb.KILL, Verb.ROLLBACK, Verb.DIE, Verb.CRASH)
+BREAKS = (Verb.PAUSE, Verb.KILL, Verb.ROLLBACK, Verb.CRASH)
 
 
 def cut(call: Call, calls: Iterable[Call]) -> bool:
@@ -220,8 +219,6 @@ class History:
                     return State(Stage.GONE, by=index) if stage is not Stage.ABSENT else None
                 together = state.by == GONE_BY_TIME or self.calls[state.by].overlaps(call)
                 return state if together else None
-            case Verb.DIE, _:
-                return State(Stage.GONE, by=index) if stage is Stage.RUNNING else None
             case Verb.RETURN, Outcome.DONE:
                 mine = stage is Stage.RETURNING and state.by == index - 1
                 return state.running(state.due, booted=not call.keeper) if mine else None

@@ -58,7 +58,6 @@ PORT = 8000
 # Some of the resumes find a machine that was parked, others do not any more.
 PARKED = {"AENV_VMM_PARKED": "2", "AENV_VMM_PARKED_TIME": "1"}
 LONG = 3600  # seconds; no test lasts so long
-AFTERMATH = 5  # seconds after a machine was killed in which calls may fail because of that
 # Blocks of pages that say whose they are: a page of another block, or of another time, is noticed.
 KEEPER = """
 import http.server, json, os, threading
@@ -158,7 +157,6 @@ class World:
         self.serving = threading.Event()  # False while the daemon is down
         self.serving.set()
         self.crashes: list[tuple[float, float]] = []
-        self.deaths: list[float] = []  # of machines
         self.unanswered: list[Taken] = []  # creates and forks of which nobody knows what became
         self.untold: list[tuple[str, Taken]] = []  # the same with snapshots, by sandbox
         self.calls = 0
@@ -190,11 +188,8 @@ class World:
         if not any(began < up for _, up in self.crashes):
             self.fail(f"no answer although the daemon was there: {what}")
 
-    def in_aftermath(self) -> bool:
-        return any(self.now() < moment + AFTERMATH for moment in self.deaths)
-
     def told(self, status: int, answer: Any, call: str, *boxes: Box, fine: dict[int, Outcome]) -> Outcome:
-        if status == 0 or (status >= 500 and self.in_aftermath()):
+        if status == 0:
             return Outcome.UNKNOWN
         if status not in fine:
             self.fail(f"{call}: {status} {answer}", *boxes)
@@ -268,7 +263,7 @@ class World:
             outcome = Outcome.MISSING
         elif b"port is not open" in body:
             outcome = Outcome.CLOSED
-        elif status in (0, 502) or (status >= 500 and self.in_aftermath()):
+        elif status in (0, 502):
             outcome = Outcome.CUT
         else:
             self.fail(f"{path} of {box.id} at {began:.3f}: {status} {body!r}", box)
@@ -343,8 +338,6 @@ class World:
     def judge_answers(self, box: Box) -> None:
         for began, up in self.crashes:
             box.calls.append(Call(Verb.CRASH, began, up))
-        for moment in self.deaths:
-            box.calls.append(Call(Verb.DIE, moment, moment + AFTERMATH, Outcome.UNKNOWN))
         for call in box.calls:
             if call.outcome is Outcome.CUT and not cut(call, box.calls):
                 self.fail(f"cut although nothing happened: {call}", box)
@@ -530,8 +523,6 @@ class Client:
             call, answer = world.do(box, Verb.FORK, f"/sandboxes/{box.id}/fork", body, fine)
             taken = Taken(box.diary, call.began, call.ended, keeper=box.keeper)
             for child in answer if call.outcome is Outcome.DONE else ():
-                if child.get("sandbox") is None and world.in_aftermath():
-                    continue
                 if child.get("sandbox") is None:
                     world.fail(f"a child of {box.id} failed: {child}", box)
                 made += 1
@@ -761,14 +752,6 @@ def block_server_dies(world: World) -> None:
     wait_until(lambda: world.daemon.block_server(besides=pid), "another block server")
 
 
-def machine_dies(world: World) -> None:
-    """One that a client uses, or that waits: paused sandboxes lose nothing by that."""
-    chance = random.Random(f"{world.seed} {len(world.deaths)}")
-    world.deaths.append(world.now())
-    with contextlib.suppress(ProcessLookupError):  # it has just ended
-        os.kill(chance.choice(list(world.daemon.vmms())), signal.SIGKILL)
-
-
 def daemon_dies(world: World) -> None:
     began = world.now()
     world.serving.clear()
@@ -783,7 +766,7 @@ def no_errors(world: World) -> None:
     assert " ERROR " not in world.daemon.log_file.read_text(), world.daemon.log()
 
 
-KILLED = [no_errors, *[block_server_dies, machine_dies, daemon_dies] * max(1, round(SECONDS / 30))]
+KILLED = [no_errors, *[block_server_dies, daemon_dies] * max(1, round(SECONDS / 30))]
 
 
 @pytest.mark.parametrize("disturbances", [KILLED] if ASKED_FOR is None else [[], KILLED], ids=len)
