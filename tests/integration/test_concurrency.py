@@ -160,7 +160,6 @@ class World:
         self.unanswered: list[Taken] = []  # creates and forks of which nobody knows what became
         self.untold: list[tuple[str, Taken]] = []  # the same with snapshots, by sandbox
         self.calls = 0
-        self.faulty: dict[str, int] = {}
 
     def now(self) -> float:
         return time.monotonic() - self.started
