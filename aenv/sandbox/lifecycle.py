@@ -363,6 +363,13 @@ class Lifecycle:
         if sandbox.doomed:
             async with sandbox.lock:  # another caller ends it: join
                 return
+        # On record before anybody is told that it does not exist: a daemon that is killed now must not bring it back.
+        sandbox.record.killed = True
+        try:
+            self.store.save(sandbox.record)
+        except BaseException:
+            sandbox.record.killed = False
+            raise
         sandbox.doomed = True
         if sandbox.running is not None:
             sandbox.running.close()

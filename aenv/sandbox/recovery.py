@@ -47,7 +47,7 @@ class Recovery:
         template = self._template(record)
         if template is None:
             await self._abandon(record)
-            if record.state is SandboxState.PAUSED:  # it comes back when its files do
+            if record.state is SandboxState.PAUSED and not record.killed:  # it comes back when its files do
                 self._orphans.add(record.id)
             else:
                 self._store.delete(record.id)
@@ -56,7 +56,9 @@ class Recovery:
             scratch.unlink()
         sandbox = self._life.sandboxes[record.id] = Sandbox(record, template)
         state = record.state
-        if record.unsettled not in (None, boot_id()):
+        if record.killed:
+            await self._forget(sandbox)
+        elif record.unsettled not in (None, boot_id()):
             async with sandbox.lock:
                 await self._life.lose(sandbox, "the host went down before its pause was on the disk")
         elif state is SandboxState.PAUSED or (state is SandboxState.RESUMING and record.machine is None):
@@ -64,9 +66,12 @@ class Recovery:
         elif state in HAS_MACHINE and record.machine is not None:
             await self._adopt(sandbox)
         else:  # starting or killing: what it was is not worth keeping
-            async with sandbox.lock:
-                await self._abandon(record)
-                await self._life.forget(sandbox)
+            await self._forget(sandbox)
+
+    async def _forget(self, sandbox: Sandbox) -> None:
+        async with sandbox.lock:
+            await self._abandon(sandbox.record)
+            await self._life.forget(sandbox)
 
     def _template(self, record: Record) -> Template | None:
         """From the repository, or from the sandbox's own copy of the manifest when it was deleted there."""

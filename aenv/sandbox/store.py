@@ -63,6 +63,7 @@ class Record(msgspec.Struct, kw_only=True):
     state_file: str | None = None  # device state of a paused sandbox; None when only its file system was kept
     unsettled: str | None = None  # id of the boot of the host in which the last pause was not on the disk yet
     lineage: list[str] = []
+    killed: bool = False  # it is to go: clients see it no more, whatever its state
     machine_id: str | None = None  # /etc/machine-id of the guest: the same for all incarnations
 
 

@@ -10,11 +10,12 @@ import pytest
 
 from aenv.errors import VmmError
 from aenv.sandbox.lifecycle import machine_record
+from aenv.sandbox.manager import Manager
 from aenv.sandbox.service import PauseMode, SandboxState
 from aenv.sandbox.store import Machine, Store
 from tests.sandbox import doubles
 from tests.sandbox.doubles import FakeSlot
-from tests.sandbox.world import BASE, World, options, quiet, read, running_of, settled, vm_of, write
+from tests.sandbox.world import BASE, World, gone, options, quiet, read, running_of, settled, vm_of, write
 
 MACHINELESS = (SandboxState.PAUSED, SandboxState.STARTING, SandboxState.KILLING, SandboxState.GONE, SandboxState.FAILED)
 ONE = ({"a": "1"}, {"a": "1"})
@@ -132,6 +133,59 @@ def test_a_pause_that_was_not_on_the_disk_when_the_host_went_down(
                 assert read(manager, info.id) == ONE
 
     asyncio.run(main())
+
+
+def test_who_was_seen_to_be_gone_does_not_come_back(world: World) -> None:
+    """A kill has to wait for the resume under way, and clients are told before that is over."""
+    told = []
+
+    async def work(manager: Manager) -> None:
+        info = await manager.create(BASE)
+        await manager.pause(info.id)
+        await settled(manager)
+        world.host.reached.clear()
+        world.host.hold["resume"] = asyncio.Event()
+        resuming = asyncio.create_task(manager.connect(info.id, 300))
+        await world.host.until("resume")
+        killing = asyncio.create_task(manager.kill(info.id))
+        await asyncio.sleep(0.01)
+        assert not resuming.done()
+        assert not killing.done()
+        assert await gone(manager, info.id)
+        told.append(info.id)
+        world.host.stop_at = 0
+        await world.host.step("the end")
+
+    assert world.killed(work, 10**6)
+    assert told
+    world.host.hold.clear()
+
+    async def after() -> None:
+        async with world.daemon() as manager:
+            assert await manager.sandboxes() == []
+            assert world.host.alive == {}
+            quiet(world, manager)
+
+    asyncio.run(after())
+
+
+def test_a_kill_that_cannot_be_recorded_changes_nothing(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        async with world.daemon() as manager:
+            info = await manager.create(BASE)
+            with monkeypatch.context() as broken:
+                broken.setattr(world.store, "save", full_disk)
+                with pytest.raises(OSError, match="No space"):
+                    await manager.kill(info.id)
+            assert (await manager.get(info.id)).state is SandboxState.RUNNING
+            await manager.kill(info.id)
+            assert await gone(manager, info.id)
+
+    asyncio.run(main())
+
+
+def full_disk(*_: object, **__: object) -> None:
+    raise OSError(28, "No space left on device")
 
 
 @pytest.mark.parametrize("ill", ["silent", "broken", "disk"])
