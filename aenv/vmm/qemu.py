@@ -38,7 +38,7 @@ from aenv.vmm.base import (
     VmmKind,
     VmState,
 )
-from aenv.vmm.qemu_command import DISK_NODE, DISK_SET, IMAGE_NODE, SERIAL_RING
+from aenv.vmm.qemu_command import DISK_SET, IMAGE_NODE, SERIAL_RING
 from aenv.vmm.spawn import Process, User, exit_reason, find_binary, run, spawn
 
 BINARY = "qemu-system-x86_64"
@@ -373,7 +373,7 @@ class QemuVm(Vm):
             raise InvalidInputError("disk.read_only", "a prepared machine takes a writable disk")
         (fd,) = await _opened(lambda: [qemu_command.open_disk(disk)])
         try:
-            node = {"driver": "raw", "node-name": DISK_NODE, "file": IMAGE_NODE}
+            node = qemu_command.device_node(IMAGE_NODE)
             # Sent in one go: QEMU answers in order, so nothing is gained by waiting in between.
             await _together(
                 self._command("add-fd", {"fdset-id": DISK_SET}, fd=fd),

@@ -74,7 +74,7 @@ def waiting_arguments() -> list[str]:
 
 
 def disk_arguments(disk: Disk, fd: int) -> list[str]:
-    node = {"driver": "raw", "node-name": DISK_NODE, "read-only": disk.read_only, "file": disk_node(disk, fd)}
+    node = device_node(disk_node(disk, fd)) | {"read-only": disk.read_only}
     return ["-add-fd", f"fd={fd},set={DISK_SET}", "-blockdev", json.dumps(node), "-device", _disk_device()]
 
 
@@ -89,6 +89,11 @@ def open_disk(disk: Disk) -> int:
         if not isinstance(error.__cause__, OSError) or error.__cause__.errno != errno.EINVAL:
             raise
         return open_image(disk.path, flags)
+
+
+def device_node(below: dict[str, Any] | str) -> dict[str, Any]:
+    """The node of the device. Without `discard` here, too, it would drop what the guest discards."""
+    return {"driver": "raw", "node-name": DISK_NODE, "discard": "unmap", "file": below}
 
 
 def disk_node(disk: Disk, fd: int) -> dict[str, Any]:

@@ -2,9 +2,12 @@
  * prints "round N: COMMAND" when the command has changed, N being a counter in its memory. */
 #define _GNU_SOURCE
 #include <fcntl.h>
+#include <linux/fs.h>
+#include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/ioctl.h>
 #include <sys/mman.h>
 #include <sys/mount.h>
 #include <sys/reboot.h>
@@ -50,6 +53,10 @@ static void obey(const char *command, int disk, char *sector) {
   }
   if (!strncmp(command, "SHOW ", 5)) {
     if (pread(disk, sector, 512, 1 << 20) == 512) printf("shown %.20s\n", sector);
+  }
+  if (!strncmp(command, "TRIM ", 5)) {
+    uint64_t range[2] = {2 << 20, (uint64_t)mib << 20};
+    if (!ioctl(disk, BLKDISCARD, range)) printf("trimmed %d\n", mib);
   }
   if (!strncmp(command, "FLOOD", 5))
     for (;;) puts("the quick brown fox jumps over the lazy dog");

@@ -20,7 +20,18 @@ from aenv.vmm.base import Disk, MemoryMap, VmmKind, VmState
 from aenv.vmm.qemu import QemuVmm
 from aenv.vmm.qemu_command import SERIAL_RING
 from aenv.vmm.spawn import process_start_time, processes_in
-from tests.vmm.guest import MEMORY_MIB, PATIENCE, Guest, console, killed, load, new_disk, prepared, write_command
+from tests.vmm.guest import (
+    MEMORY_MIB,
+    PATIENCE,
+    SECTOR,
+    Guest,
+    console,
+    killed,
+    load,
+    new_disk,
+    prepared,
+    write_command,
+)
 
 pytestmark = pytest.mark.vm
 
@@ -82,6 +93,33 @@ def test_quiet_tells_a_guest_that_works_from_one_that_waits(guest: Guest, tmp_pa
             await vm.pause()
             assert await vm.quiet(0)
         assert await vm.quiet(PATIENCE), "it is gone"
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("restored", [True, False])
+def test_what_the_guest_discards_is_given_back(guest: Guest, tmp_path: Path, restored: bool):
+    """Each node of the disk must pass it on."""
+
+    async def main() -> None:
+        disk, vmm = new_disk(tmp_path / "disk", "TRIM 4"), await QemuVmm.detect(VmmKind.QEMU_TCG)
+        with disk.path.open("r+b") as file:
+            file.seek(1 << 20)
+            file.write(b"x" * (6 << 20))
+        before = disk.path.stat().st_blocks
+        if restored:
+            vm = await prepared(guest, tmp_path / "run", vmm)
+        else:
+            vm = await vmm.boot(guest.machine, disk=disk, nic=None, run_dir=tmp_path / "run")
+        async with killed(vm):
+            if restored:
+                await load(vm, guest.state, disk)
+                await vm.resume()
+            await console(vm, "trimmed 4")
+        content = disk.path.read_bytes()
+        assert content[1 << 20 : 2 << 20] == content[6 << 20 : 7 << 20] == b"x" * (1 << 20)
+        assert content[2 << 20 : 6 << 20] == bytes(4 << 20)
+        assert before - disk.path.stat().st_blocks == (4 << 20) // SECTOR
 
     asyncio.run(main())
 
