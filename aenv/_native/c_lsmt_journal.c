@@ -54,7 +54,7 @@ bool journal_seed(const struct lsmt_header *header, uint32_t *seed)
 static int check_segment(const struct segment *s, uint64_t number, uint64_t data_size, struct fault *fault)
 {
     unsigned long long n = number;
-    uint64_t end = seg_moffset(s) + (seg_zeroed(s) ? 0 : seg_length(s));
+    uint64_t end = seg_zeroed(s) ? 0 : seg_moffset(s) + seg_length(s);
     if (!seg_length(s))
         return fault_set(fault, EBADMSG, "index.length", "record %llu has no length", n);
     if (seg_end(s) > LSMT_MAX_SECTORS)
@@ -66,7 +66,13 @@ static int check_segment(const struct segment *s, uint64_t number, uint64_t data
 
 static int apply(struct journal *journal, struct segment s)
 {
-    uint64_t end = (seg_moffset(&s) + (seg_zeroed(&s) ? 0 : seg_length(&s))) * LSMT_SECTOR;
+    uint64_t place = seg_moffset(&s), end = (place + seg_length(&s)) * LSMT_SECTOR;
+    if (seg_zeroed(&s)) {
+        /* It has no data. When it was written, another writer may have had a place before its own, and have failed or
+         * been killed before there was anything: then it points behind the end of the file. */
+        uint64_t there = journal->data_end / LSMT_SECTOR;
+        return map_insert(&journal->map, seg_make(seg_offset(&s), seg_length(&s), place < there ? place : there, true, 0));
+    }
     if (end > journal->data_end)
         journal->data_end = end;
     s.word1 &= (1ull << 56) - 1;

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import resource
 import shutil
 import signal
 import subprocess
@@ -146,6 +147,33 @@ def test_damage_of_a_flushed_record_is_an_error_and_not_a_cut(new_writable: NewW
         Image(None, *files)
     assert caught.value.field == "index.record"
     assert files[1].read_bytes() == blob
+
+
+def test_a_discard_after_a_write_that_failed_can_be_read_again(new_writable: NewWritable) -> None:
+    """The failed write had a place in the data file, and the discard stands behind it."""
+    files = new_writable("top", SIZE)
+    image = Image(None, *files)
+    image.write(0, b"x" * 65536)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096 + 65536, before[1]))
+    try:
+        with pytest.raises(UnavailableError, match="File too large"):
+            image.write(131072, b"y" * 65536)
+        image.discard(0, 4096)
+        image.write(8192, bytes(4096))
+        image.flush()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    image.close()
+    wanted = bytes(4096) + b"x" * 4096 + bytes(4096) + b"x" * 53248 + bytes(SIZE - 65536)
+    image = Image(None, *files)
+    assert image.read(0, SIZE) == wanted
+    image.write(131072, b"z" * 4096)
+    image.close()
+    Sealing(*files).finish()
+    rebuilt = bytearray(SIZE)
+    read_layer(files[0]).lay_over(rebuilt)
+    assert rebuilt == wanted[:131072] + b"z" * 4096 + wanted[135168:]
 
 
 def test_missing_flushed_data_is_an_error(new_writable: NewWritable) -> None:
