@@ -1,4 +1,5 @@
 /* Indexes in memory: blocks of two cache lines, packed as tightly as what they hold allows, and a B+-tree over them. */
+#define _GNU_SOURCE
 #include <errno.h>
 #include <stdlib.h>
 #include <string.h>
@@ -17,7 +18,8 @@
 #define NODE 16u             /* keys of a node: one cache line */
 #define NO_KEY UINT32_MAX
 #define OVERHANG 64u         /* bytes behind the last block that a load may reach */
-#define HUGE (2u << 20)
+#define HUGE (2ul << 20)
+#define HUGE_FROM (HUGE / 4 * 3)
 
 /* What the segments of a block have in common, then a column of their offsets, then a row of bits for each: length - 1,
  * kind ^ that of the first, sector in the file - `base`. */
@@ -28,8 +30,8 @@ struct index_block {
 };
 _Static_assert(sizeof(struct index_block) == BLOCK, "two cache lines");
 
-static unsigned bits_of(uint64_t value) { return value ? 64 - (unsigned)__builtin_clzll(value) : 0; }
-static uint64_t kind_of(const struct segment *s) { return (uint64_t)seg_tag(s) << 1 | seg_zeroed(s); }
+static inline unsigned bits_of(uint64_t value) { return 63 - (unsigned)__builtin_clzll(value << 1 | 1); }
+static inline uint64_t kind_of(const struct segment *s) { return (uint64_t)seg_tag(s) << 1 | seg_zeroed(s); }
 
 /* --- reading a block ------------------------------------------------------------------------------------------ */
 
@@ -208,21 +210,22 @@ struct index_builder {
     struct segment held[BLOCK_MOST]; /* of the block that is not full */
     unsigned holds;
     struct shape shape;
-    struct segment last; /* may be joined with the next; length 0: there is none */
     bool failed;
 };
 
-static struct shape shape_with(struct shape shape, const struct segment *first, const struct segment *s)
+static inline struct shape shape_of(const struct segment *s)
+{
+    return (struct shape){seg_length(s) - 1, 0, seg_moffset(s), seg_moffset(s), 0};
+}
+
+static inline void shape_add(struct shape *shape, const struct segment *first, const struct segment *s)
 {
     uint64_t moffset = seg_moffset(s);
-    if (s == first)
-        shape = (struct shape){.least = moffset, .most = moffset};
-    shape.lengths |= seg_length(s) - 1;
-    shape.kinds |= kind_of(s) ^ kind_of(first);
-    shape.least = moffset < shape.least ? moffset : shape.least;
-    shape.most = moffset > shape.most ? moffset : shape.most;
-    shape.distance = seg_offset(s) - seg_offset(first);
-    return shape;
+    shape->lengths |= seg_length(s) - 1;
+    shape->kinds |= kind_of(s) ^ kind_of(first);
+    shape->least = moffset < shape->least ? moffset : shape->least;
+    shape->most = moffset > shape->most ? moffset : shape->most;
+    shape->distance = seg_offset(s) - seg_offset(first);
 }
 
 static struct index_block head_of(const struct shape *shape, const struct segment *first, unsigned count)
@@ -238,7 +241,7 @@ static struct index_block head_of(const struct shape *shape, const struct segmen
                                 .kind_bits = bits_of(shape->kinds)};
 }
 
-static bool shape_fits(const struct shape *shape, unsigned count)
+static inline bool shape_fits(const struct shape *shape, unsigned count)
 {
     uint64_t base = shape->least < BASE_MOST ? shape->least : BASE_MOST;
     unsigned row = bits_of(shape->lengths) + bits_of(shape->most - base) + bits_of(shape->kinds);
@@ -246,26 +249,44 @@ static bool shape_fits(const struct shape *shape, unsigned count)
            count * (row + (shape->distance > UINT16_MAX ? 32 : 16)) <= ROOM;
 }
 
-static void put_bits(uint8_t *bytes, unsigned at, uint64_t value)
-{
+/* Bits, from the lowest of the first byte on. */
+struct bits {
+    uint8_t *at;
     uint64_t word;
-    memcpy(&word, bytes + at / 8, sizeof word);
-    word |= value << at % 8;
-    memcpy(bytes + at / 8, &word, sizeof word);
+    unsigned filled;
+};
+
+static inline void put_bits(struct bits *bits, uint64_t value, unsigned width)
+{
+    bits->word |= value << bits->filled;
+    if (bits->filled + width >= 64) { /* never if nothing is filled: there are no 64 bits */
+        memcpy(bits->at, &bits->word, sizeof bits->word);
+        bits->at += sizeof bits->word;
+        bits->word = value >> (64 - bits->filled);
+        bits->filled -= 64;
+    }
+    bits->filled += width;
 }
 
 static void fill_block(const struct index_builder *builder, struct index_block *out)
 {
     const struct segment *held = builder->held;
     struct index_block head = head_of(&builder->shape, held, builder->holds);
+    unsigned lengths = head.length_bits, kinds = head.kind_bits, moffsets = head.moffset_bits;
+    uint64_t offset = head.offset, base = head.base, kind = head.kind;
     uint8_t bytes[BLOCK - HEAD + sizeof(uint64_t)] = {0};
+    struct bits rows = {bytes + row_of(&head, 0) / 8, 0, 0};
     for (unsigned i = 0; i < builder->holds; i++) {
-        unsigned row = row_of(&head, i);
-        put_bits(bytes, (head.wide ? 32 : 16) * i, seg_offset(&held[i]) - head.offset);
-        put_bits(bytes, row, seg_length(&held[i]) - 1);
-        put_bits(bytes, row + head.length_bits, kind_of(&held[i]) ^ head.kind);
-        put_bits(bytes, row + head.length_bits + head.kind_bits, seg_moffset(&held[i]) - head.base);
+        uint32_t wide = (uint32_t)(seg_offset(&held[i]) - offset);
+        uint16_t narrow = (uint16_t)wide;
+        if (head.wide)
+            memcpy(bytes + i * sizeof wide, &wide, sizeof wide);
+        else
+            memcpy(bytes + i * sizeof narrow, &narrow, sizeof narrow);
+        put_bits(&rows, (seg_length(&held[i]) - 1) | (kind_of(&held[i]) ^ kind) << lengths, lengths + kinds);
+        put_bits(&rows, seg_moffset(&held[i]) - base, moffsets);
     }
+    memcpy(rows.at, &rows.word, sizeof rows.word);
     memcpy(head.columns, bytes, sizeof head.columns);
     *out = head;
 }
@@ -284,46 +305,90 @@ static void flush_block(struct index_builder *builder)
     fill_block(builder, &builder->block[builder->blocks++]);
 }
 
-static void hold(struct index_builder *builder, struct segment s)
+static inline void begin_block(struct index_builder *builder, struct segment s)
 {
-    struct segment *place = &builder->held[builder->holds];
-    if (builder->holds < BLOCK_MOST)
-        *place = s;
-    struct shape shape = shape_with(builder->shape, builder->held, builder->holds < BLOCK_MOST ? place : &s);
-    if (builder->holds && !shape_fits(&shape, builder->holds + 1)) {
-        flush_block(builder);
-        builder->held[0] = s;
-        builder->holds = 0;
-        shape = shape_with(shape, builder->held, builder->held);
-    }
-    builder->shape = shape;
-    builder->holds++;
-    builder->count++;
+    builder->shape = shape_of(&s);
+    builder->held[0] = s;
+    builder->holds = 1;
 }
 
 struct index_builder *index_begin(void) { return calloc(1, sizeof(struct index_builder)); }
 
+/* The last segment has become longer: it may have to go into a block of its own. */
+static void refit(struct index_builder *builder)
+{
+    struct shape shape = builder->shape;
+    struct segment last = builder->held[builder->holds - 1];
+    shape.lengths |= seg_length(&last) - 1;
+    if (shape_fits(&shape, builder->holds)) {
+        builder->shape = shape;
+    } else {
+        builder->holds--;
+        flush_block(builder);
+        begin_block(builder, last);
+    }
+}
+
 void index_put(struct index_builder *builder, struct segment s)
 {
-    if (seg_length(&builder->last)) {
-        if (seg_join(&builder->last, &s))
-            return;
-        hold(builder, builder->last);
+    if (builder->holds && seg_join(&builder->held[builder->holds - 1], &s)) {
+        refit(builder);
+        return;
     }
-    builder->last = s;
+    builder->count++;
+    if (builder->holds) {
+        struct shape shape = builder->shape;
+        shape_add(&shape, builder->held, &s);
+        if (shape_fits(&shape, builder->holds + 1)) {
+            builder->shape = shape;
+            builder->held[builder->holds++] = s;
+            return;
+        }
+        flush_block(builder);
+    }
+    begin_block(builder, s);
 }
 
 static size_t round_up(size_t value, size_t unit) { return (value + unit - 1) / unit * unit; }
 
-/* With small pages a search of a large array would miss the TLB as well. What does not fill a huge page is made of small
- * ones: memory for nothing otherwise. */
+/* With small pages a search of a large array would miss the TLB as well. The end of it is in a huge page, too, if it fills
+ * most of one. */
+static size_t lines_size(size_t bytes)
+{
+    size_t rest = bytes % HUGE;
+    if (bytes < HUGE_FROM)
+        return round_up(bytes, BLOCK);
+    return bytes - rest + (rest >= HUGE_FROM ? HUGE : round_up(rest, 4096));
+}
+
+/* Fresh from the kernel if large: pages that malloc has used before are small, and stay so. */
 static void *alloc_lines(size_t bytes)
 {
-    void *memory = aligned_alloc(bytes < HUGE ? BLOCK : HUGE, round_up(bytes, BLOCK));
-    if (memory && bytes >= HUGE)
-        madvise(memory, bytes / HUGE * HUGE, MADV_HUGEPAGE);
-    return memory;
+    size_t size = lines_size(bytes);
+    if (size < HUGE)
+        return aligned_alloc(BLOCK, size);
+    char *begin = mmap(NULL, size + HUGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (begin == MAP_FAILED)
+        return NULL;
+    char *lines = (char *)round_up((uintptr_t)begin, HUGE);
+    if (lines > begin)
+        munmap(begin, (size_t)(lines - begin));
+    munmap(lines + size, (size_t)(begin + HUGE - lines));
+    madvise(lines, size, MADV_HUGEPAGE);
+    return lines;
 }
+
+static void free_lines(void *lines, size_t bytes)
+{
+    size_t size = lines_size(bytes);
+    if (size < HUGE)
+        free(lines);
+    else if (lines)
+        munmap(lines, size);
+}
+
+static size_t blocks_bytes(const struct index *index) { return index->blocks * sizeof *index->block + OVERHANG; }
+static size_t keys_bytes(const struct index *index) { return index->key_count * sizeof *index->keys; }
 
 /* Fills the levels from the leaves to the root. */
 static int build_tree(struct index *index)
@@ -335,10 +400,10 @@ static int build_tree(struct index *index)
         total += sizes[levels - 1];
         keys = (keys + NODE - 1) / NODE;
     } while (keys > 1 && levels < INDEX_LEVELS);
-    index->keys = alloc_lines(total * sizeof(uint32_t));
+    index->key_count = total;
+    index->keys = alloc_lines(keys_bytes(index));
     if (!index->keys)
         return -ENOMEM;
-    index->key_count = total;
     for (size_t i = 0; i < total; i++)
         index->keys[i] = NO_KEY;
     uint64_t last = index->blocks ? index->block[index->blocks - 1].offset : 0;
@@ -366,7 +431,7 @@ static struct index *index_of(const struct index_block *block, size_t blocks, si
         return NULL;
     atomic_init(&index->refs, 1);
     index->count = count, index->blocks = blocks;
-    index->block = alloc_lines(blocks * sizeof *block + OVERHANG);
+    index->block = alloc_lines(blocks_bytes(index));
     if (!index->block) {
         free(index);
         return NULL;
@@ -385,8 +450,6 @@ struct index *index_end(struct index_builder *builder)
 {
     if (!builder)
         return NULL;
-    if (seg_length(&builder->last))
-        hold(builder, builder->last);
     if (builder->holds)
         flush_block(builder);
     struct index *index = builder->failed ? NULL : index_of(builder->block, builder->blocks, builder->count);
@@ -415,12 +478,12 @@ void index_unref(struct index *index)
 {
     if (!index || atomic_fetch_sub(&index->refs, 1) != 1)
         return;
-    free(index->block);
-    free(index->keys);
+    free_lines(index->block, blocks_bytes(index));
+    free_lines(index->keys, keys_bytes(index));
     free(index);
 }
 
 size_t index_bytes(const struct index *index)
 {
-    return sizeof *index + index->blocks * sizeof *index->block + OVERHANG + index->key_count * sizeof *index->keys;
+    return sizeof *index + lines_size(blocks_bytes(index)) + lines_size(keys_bytes(index));
 }

@@ -78,14 +78,10 @@ struct map_cursor map_find(const struct map *map, uint64_t sector)
         left -= half;
     }
     const struct map_chunk *chunk = map->chunks[low];
-    unsigned at = 0, rest = chunk->count;
-    while (rest) { /* first segment that ends after sector */
-        unsigned half = rest / 2;
-        if (seg_end(&chunk->segments[at + half]) <= sector)
-            at += half + 1, rest -= half + 1;
-        else
-            rest = half;
-    }
+    unsigned at = 0;
+    for (unsigned rest = chunk->count; rest > 1; rest -= rest / 2) /* first segment that ends after sector */
+        at = seg_end(&chunk->segments[at + rest / 2 - 1]) <= sector ? at + rest / 2 : at;
+    at += chunk->count && seg_end(&chunk->segments[at]) <= sector;
     return (struct map_cursor){low, at};
 }
 

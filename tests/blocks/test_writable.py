@@ -319,6 +319,23 @@ def test_seal_in_place_is_standard_and_repeatable(new_writable: NewWritable) -> 
     assert Stack([Layer(files[0])]).read(0, SIZE) == state
 
 
+@pytest.mark.parametrize("count", [0, 1, 4095, 4096, 4097, 8193])
+def test_seal_stores_every_segment(new_writable: NewWritable, count: int) -> None:
+    files = new_writable("top", 1024 * 8193)
+    image = Image(None, *files)
+    places = list(range(count))
+    random.Random(count).shuffle(places)  # so that none goes on where another ends, in the file either
+    for place in places:
+        image.write(1024 * place, place.to_bytes(4, "little") * 127 + b"last")
+    image.close()
+    Sealing(*files).finish()
+    found = list(Layer(files[0]).segments())
+    assert [(s.offset, s.length) for s in found] == [(1024 * i, 512) for i in range(count)]
+    rebuilt = bytearray(1024 * 8193)
+    read_layer(files[0]).lay_over(rebuilt)
+    assert rebuilt == Stack([Layer(files[0])]).read(0, len(rebuilt))
+
+
 def test_sealed_layer_is_not_opened_for_writing_again(new_writable: NewWritable, tmp_path: Path) -> None:
     files = new_writable("top", SIZE)
     index = files[1].read_bytes()
