@@ -50,30 +50,40 @@ int upper_freeze(struct upper *upper, struct layer **layer, struct index **index
 
 void upper_thaw(struct upper *upper) { upper->frozen = false; }
 
-/* The index as it is on disk; gives the number of its entries. */
-static int write_entries(struct upper *upper, const struct index *index, uint64_t *count)
+static int write_piece(struct upper *upper, const struct segment *piece, size_t entries, uint64_t number)
+{
+    return write_fully(upper->data_fd, piece, entries * sizeof *piece, upper->data_end + number * sizeof *piece);
+}
+
+/* The map as the index on disk; gives the number of its entries. */
+static int write_entries(struct upper *upper, uint64_t *count)
 {
     struct segment piece[ENTRIES_PIECE];
-    struct index_cursor cursor = {0, 0};
+    struct map_cursor cursor = {0, 0};
+    const struct segment *s;
     size_t have = 0;
-    int rc = 0;
-    for (*count = 0; !rc && index_at(index, &cursor, &piece[have]); cursor.slot++) {
-        if (++have == ENTRIES_PIECE) {
-            rc = write_fully(upper->data_fd, piece, sizeof piece, upper->data_end + *count * sizeof *piece);
+    *count = 0;
+    for (; (s = map_at(&upper->map, &cursor)); cursor.at++) {
+        if (have && seg_join(&piece[have - 1], s))
+            continue;
+        if (have == ENTRIES_PIECE) {
+            int rc = write_piece(upper, piece, have, *count);
+            if (rc)
+                return rc;
             *count += have, have = 0;
         }
+        piece[have++] = *s;
     }
-    if (!rc)
-        rc = write_fully(upper->data_fd, piece, have * sizeof *piece, upper->data_end + *count * sizeof *piece);
+    int rc = write_piece(upper, piece, have, *count);
     *count += have;
     return rc;
 }
 
-static int write_seal(struct upper *upper, const struct index *index)
+static int write_seal(struct upper *upper)
 {
     struct lsmt_header trailer;
     uint64_t count, end = upper->data_end;
-    int rc = ftruncate(upper->data_fd, (off_t)end) ? -errno : write_entries(upper, index, &count);
+    int rc = ftruncate(upper->data_fd, (off_t)end) ? -errno : write_entries(upper, &count);
     if (rc)
         return rc;
     end += (count * sizeof(struct segment) + LSMT_SECTOR - 1) / LSMT_SECTOR * LSMT_SECTOR;
@@ -94,9 +104,7 @@ int upper_seal(struct upper *upper, struct fault *fault)
     if (upper->failed)
         return fault_set(fault, upper->failed, "data", "an earlier flush failed: %s", strerror(upper->failed));
     upper->frozen = true;
-    struct index *index = map_freeze(&upper->map);
-    int rc = index ? write_seal(upper, index) : -ENOMEM;
-    index_unref(index);
+    int rc = write_seal(upper);
     /* The layer may have other names: it is complete even if this one has gone, with its directory or without. */
     if (!rc && unlink(upper->index_path) && errno != ENOENT)
         rc = -errno;
