@@ -39,7 +39,8 @@ from ublk.fuse import Mount
 
 SIZE = 256 << 20  # of the image that the engine reads
 DISK = 128 << 20  # of the disks that fio works on
-READS = 20000
+READS = 20000  # of each reader in a round
+TURNS = 100  # of all readers in a round: what disturbs one disturbs the others as well
 PATTERNS = {
     "seq1m": ["--bs=1M", "--iodepth=8"],
     "seq128k": ["--bs=128k", "--iodepth=32"],
@@ -122,21 +123,28 @@ def engine(folder: Path, count: int, rounds: int) -> Rows:
     create_writable(data, index, SIZE, uuid=str(uuid.uuid4()))
     images = {"engine": Image(stack), "engine+writable": Image(stack, data, index)}
     fd = os.open(raw, os.O_RDONLY)
+    readers = [("raw", None), *images.items()]
+    generator = random.Random(count)
     times: dict[str, list[float]] = defaultdict(list)
+    ratios: dict[str, list[float]] = defaultdict(list)
     try:
-        for number in range(rounds + 1):
-            for name, image in (("raw", None), *images.items()):
-                found = [t / 1000 for t in time_reads(image, fd, SIZE, 4096, READS, number)]
-                if number:  # the first round warms the caches
-                    times[name] += found
+        for number in range(TURNS * (rounds + 1)):
+            turn = {}
+            for name, image in generator.sample(readers, len(readers)):
+                seed = generator.getrandbits(63)  # none reads what another has brought into the processor's cache
+                turn[name] = [t / 1000 for t in time_reads(image, fd, SIZE, 4096, READS // TURNS, seed)]
+            if number < TURNS:
+                continue  # these warm the caches
+            for name, found in turn.items():
+                times[name] += found
+                ratios[name].append(statistics.fmean(turn["raw"]) / statistics.fmean(found))
     finally:
         os.close(fd)
         for image in images.values():
             image.close()
-    base = statistics.fmean(times["raw"])
     rows = []
     for name, values in times.items():
-        ratio = round(base / statistics.fmean(values), 3)
+        ratio = round(statistics.median(ratios[name]), 3)
         rows.append(result("engine", values, layers=count, pattern="rand4k", of=name, rival="raw", ratio=ratio))
     return rows
 
