@@ -19,6 +19,7 @@ import pytest
 from aenv.errors import VmmError
 from aenv.vmm import mapper, qmp
 from aenv.vmm.base import MAX_EXTENTS, PAGE, MemoryExtent, MemoryMap
+from tests.processes import open_files
 
 RAM = 256 * PAGE
 HERE = Path(__file__).parent
@@ -64,8 +65,7 @@ class Subject:
     def files(self) -> int:
         """Descriptors, other than sockets, that are open in it when it has done with all earlier connections."""
         self.raw(b"x")
-        links = [os.readlink(link) for link in Path(f"/proc/{self.process.pid}/fd").iterdir()]
-        return sum(not link.startswith("socket:") for link in links)
+        return sum(not link.startswith("socket:") for link in open_files(self.process.pid).values())
 
     async def tell(self) -> None:
         await self.mapper.tell_ram(self.ram, RAM)
@@ -117,8 +117,7 @@ def map_of(*extents: tuple[float, float, int, float]) -> MemoryMap:
 
 def test_nothing_is_inherited_from_the_environment(subject: Subject):
     assert subject.variables == ["False", "False"]
-    names = {os.readlink(f"/proc/{subject.process.pid}/fd/{n}") for n in os.listdir(f"/proc/{subject.process.pid}/fd")}
-    assert not [name for name in names if "aenv-mapper" in name]
+    assert not [name for name in open_files(subject.process.pid).values() if "aenv-mapper" in name]
 
 
 def test_process_that_does_not_ask_for_it_is_left_alone():

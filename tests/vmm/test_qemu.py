@@ -20,6 +20,7 @@ from aenv.vmm.base import Disk, MemoryMap, VmmKind, VmState
 from aenv.vmm.qemu import QemuVmm
 from aenv.vmm.qemu_command import SERIAL_RING
 from aenv.vmm.spawn import process_start_time, processes_in
+from tests.processes import open_files
 from tests.vmm.guest import (
     MEMORY_MIB,
     PATIENCE,
@@ -60,9 +61,9 @@ def test_what_the_guest_writes_stays_on_its_disk(guest: Guest, tmp_path: Path):
         async with killed(await prepared(guest, tmp_path / "run")) as vm:
             await load(vm, guest.state, disk)
             flags = [
-                int(re.search(r"flags:\s+(\d+)", Path(f"/proc/{vm.pid}/fdinfo/{link.name}").read_text())[1], 8)
-                for link in Path(f"/proc/{vm.pid}/fd").iterdir()
-                if os.readlink(link) == str(disk.path)
+                int(re.search(r"flags:\s+(\d+)", Path(f"/proc/{vm.pid}/fdinfo/{fd}").read_text())[1], 8)
+                for fd, name in open_files(vm.pid).items()
+                if name == str(disk.path)
             ]
             assert flags
             assert all(flag & os.O_DIRECT and flag & os.O_ACCMODE == os.O_RDWR for flag in flags)

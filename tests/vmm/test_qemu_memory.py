@@ -20,6 +20,7 @@ from aenv.errors import ConflictError, InvalidInputError, LimitError, VmmError
 from aenv.vmm import mapper
 from aenv.vmm.base import MAX_EXTENTS, MAX_FILES, PAGE, Disk, MemoryExtent, MemoryMap, Vm, VmmKind, VmState
 from aenv.vmm.qemu import QemuVm, QemuVmm
+from tests.processes import open_files
 from tests.vmm.guest import MEMORY_MIB, Guest, console, killed, load, new_disk, prepared, ram, write_command
 
 pytestmark = pytest.mark.vm
@@ -190,8 +191,7 @@ def test_no_file_of_memory_is_open_for_writing(guest: Guest, tmp_path: Path):
 
     async def main() -> None:
         async with killed(await prepared(guest, tmp_path / "run")) as vm:
-            folder = Path(f"/proc/{vm.pid}/fd")
-            assert str(guest.memory) not in {os.readlink(link) for link in folder.iterdir()}
+            assert str(guest.memory) not in open_files(vm.pid).values()
             lines = [line.split() for line in Path(f"/proc/{vm.pid}/maps").read_text().splitlines()]
             assert {fields[1] for fields in lines if fields[-1] == str(guest.memory)} == {"rw-p"}
 
