@@ -225,15 +225,27 @@ static int run_workers(struct job *job, struct worker *workers, int threads, str
   return 0;
 }
 
+/* Each worker took its batches in the order of the pieces, so its segments are as sorted as those are. */
 static int gather(struct worker *workers, int threads, struct memory_segments *all, struct memory_stats *stats,
                   struct memory_failure *why) {
+  size_t next[MAX_THREADS] = {0};
   for (int i = 0; i < threads; i++) {
-    for (size_t k = 0; k < workers[i].segments.count; k++)
-      if (memory_segments_add(all, workers[i].segments.items[k]) < 0) return memory_fail(why, ENOMEM, "index");
+    all->capacity += workers[i].segments.count;
     stats->dirty_pages += workers[i].stats.dirty_pages;
     stats->stored_pages += workers[i].stats.stored_pages;
     stats->zero_pages += workers[i].stats.zero_pages;
     stats->equal_pages += workers[i].stats.equal_pages;
+  }
+  all->items = malloc((all->capacity + 1) * sizeof *all->items);
+  if (!all->items) return memory_fail(why, ENOMEM, "index");
+  while (all->count < all->capacity) {
+    int lowest = -1;
+    for (int i = 0; i < threads; i++)
+      if (next[i] < workers[i].segments.count &&
+          (lowest < 0 ||
+           workers[i].segments.items[next[i]].offset < workers[lowest].segments.items[next[lowest]].offset))
+        lowest = i;
+    all->items[all->count++] = workers[lowest].segments.items[next[lowest]++];
   }
   return 0;
 }

@@ -77,10 +77,13 @@ int memory_runs(const struct memory_pieces *pieces, struct memory_run **runs, si
   struct memory_run *items = malloc((pieces->count + 1) * sizeof *items);
   size_t used = 0;
   if (!items) return -1;
-  for (size_t i = 0; i < pieces->count; i++)
+  int sorted = 1;
+  for (size_t i = 0; i < pieces->count; i++) {
     items[i] = (struct memory_run){(uint64_t)pieces->items[i].page * PAGE_BYTES,
                                    (uint64_t)pieces->items[i].count * PAGE_BYTES};
-  qsort(items, pieces->count, sizeof *items, by_place);
+    sorted = sorted && (i == 0 || items[i - 1].offset <= items[i].offset);
+  }
+  if (!sorted) qsort(items, pieces->count, sizeof *items, by_place); /* regions need not be in the guest's order */
   for (size_t i = 0; i < pieces->count; i++) {
     if (used && items[used - 1].offset + items[used - 1].length == items[i].offset)
       items[used - 1].length += items[i].length;

@@ -75,6 +75,12 @@ static int by_offset(const void *left, const void *right) {
   return a < b ? -1 : a > b;
 }
 
+static int is_sorted(const struct memory_segments *list) {
+  for (size_t i = 1; i < list->count; i++)
+    if (list->items[i - 1].offset > list->items[i].offset) return 0;
+  return 1;
+}
+
 /* Segments that follow each other in memory and in the file become one. */
 static size_t join(struct memory_segment *items, size_t count) {
   size_t kept = 0;
@@ -92,7 +98,7 @@ static size_t join(struct memory_segment *items, size_t count) {
 
 int memory_layer_seal(int fd, uint64_t virtual_size, const char *uuid, uint64_t data_end, struct memory_segments *list,
                       uint64_t *file_bytes, struct memory_failure *why) {
-  if (list->count) qsort(list->items, list->count, sizeof *list->items, by_offset);
+  if (!is_sorted(list)) qsort(list->items, list->count, sizeof *list->items, by_offset);
   list->count = join(list->items, list->count);
   /* What could not be read back must not be sealed: the guest it came from is still there. */
   for (size_t i = 1; i < list->count; i++)

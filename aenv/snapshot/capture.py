@@ -30,6 +30,10 @@ THREADS = min(4, os.cpu_count() or 1)
 SPACE_MARGIN = 16 << 20
 # The part of the host's available memory that is made ready ahead as page cache for one layer.
 ROOM_SHARE = 4
+# An entry of the index has 16 bytes for a page at least. The guest may write so much between look and stop before its
+# pages take the slower way; what is left over is given back while it stands still, so it must not be much.
+INDEX_SHARE = 256
+ROOM_MARGIN = 8 << 20
 
 T = TypeVar("T")
 
@@ -110,7 +114,8 @@ class _Collector:
             self._fds = [_opened(self._stack, path, os.O_RDONLY) for path in self._parent.files] if self._parent else []
             self._out = _opened(self._stack, self._layer, os.O_RDWR | os.O_CREAT | os.O_EXCL)
             if self._ahead and expected:
-                room = min(expected + expected // 8, _available_bytes() // ROOM_SHARE)
+                room = expected + expected // INDEX_SHARE + min(expected // 8, ROOM_MARGIN)
+                room = min(room, _available_bytes() // ROOM_SHARE)
                 self._room = memory.Room(self._out, room, threads=THREADS)
                 self._stack.callback(self._room.close)
         except OSError as error:

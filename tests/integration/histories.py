@@ -94,14 +94,15 @@ class State:
     stage: Stage = Stage.ABSENT
     memory: bool = True  # of one that is paused
     booted: bool = False  # what ran in it does not any more
-    due: float = NEVER  # the earliest moment of its time-out
+    due: float = NEVER  # the earliest moment of its time-out; of one that is paused: if nobody was told so yet
     by: int = -1  # the call that rolls back, or that ended it
 
     def running(self, due: float, *, booted: bool = False) -> State:
         return State(Stage.RUNNING, booted=self.booted or booted, due=due)
 
-    def paused(self, *, memory: bool) -> State:
-        return State(Stage.PAUSED, memory=memory, booted=self.booted)
+    def paused(self, *, memory: bool, told: bool = True) -> State:
+        """As long as nobody is `told`, a daemon that is killed may find it running."""
+        return State(Stage.PAUSED, memory=memory, booted=self.booted, due=NEVER if told else self.due)
 
 
 @dataclass(frozen=True)
@@ -133,8 +134,6 @@ class History:
         self.calls: list[Call] = []
         calls = sorted(calls, key=lambda c: c.began)
         for call in calls:
-            if call.verb is Verb.CRASH:
-                continue  # it tells nothing about the state
             if call.verb is Verb.TALK and call.outcome in (Outcome.CUT, Outcome.MISSING) and cut(call, calls):
                 # What had been sent when its machine ended is answered as if there were no sandbox.
                 if rules.wakes:
@@ -181,7 +180,7 @@ class History:
             waiting.append(index)
             until = min(until, self.calls[index].ended)
         if state.stage is Stage.RUNNING and state.due <= until + CLOCKS:
-            ended = state.paused(memory=True) if self.rules.pauses else State(Stage.GONE, by=GONE_BY_TIME)
+            ended = state.paused(memory=True, told=False) if self.rules.pauses else State(Stage.GONE, by=GONE_BY_TIME)
             yield left, ended
         for index in waiting:
             call = self.calls[index]
@@ -193,6 +192,11 @@ class History:
 
     def _steps(self, index: int, state: State) -> Iterator[State]:
         call = self.calls[index]
+        if call.verb is Verb.CRASH:
+            yield state
+            if state.stage is Stage.PAUSED and state.due != NEVER:
+                yield state.running(state.due)
+            return
         if call.outcome is Outcome.UNKNOWN:
             if call.verb is not Verb.RETURN or state.by != index - 1 or state.stage is not Stage.RETURNING:
                 yield state
@@ -227,7 +231,8 @@ class History:
             case _, Outcome.MISSING if call.verb is not Verb.TALK:
                 return state if stage is Stage.GONE else None
             case Verb.PAUSE, Outcome.DONE:
-                return state.paused(memory=call.memory) if stage is Stage.RUNNING else None
+                told = call.outcome is Outcome.DONE
+                return state.paused(memory=call.memory, told=told) if stage is Stage.RUNNING else None
             case Verb.PAUSE, Outcome.CONFLICT:
                 return state if stage is Stage.PAUSED else None
             case ((Verb.CONNECT | Verb.RESUME), Outcome.DONE):

@@ -37,6 +37,7 @@ def saw(seen: Seen, began: float, ended: float) -> Call:
     return Call(Verb.SEE, began, ended, seen=seen)
 
 
+CRASHED = Call(Verb.CRASH, 3.5, 4.5)
 RIGHT = [
     (ENDS, MADE, PAUSED, saw(Seen.PAUSED, 3, 3.5)),
     (ENDS, MADE, PAUSED, saw(Seen.RUNNING, 3, 3.5), saw(Seen.PAUSED, 3.6, 3.7)),
@@ -52,6 +53,18 @@ RIGHT = [
     (ENDS, MADE, Call(Verb.PAUSE, 2, 4, Outcome.UNKNOWN), saw(Seen.PAUSED, 5, 6)),
     (ENDS, MADE, Call(Verb.PAUSE, 2, 4, Outcome.UNKNOWN), saw(Seen.RUNNING, 5, 6)),
     (ENDS, MADE, Call(Verb.ROLLBACK, 2, 4, Outcome.UNKNOWN), saw(Seen.PAUSED, 5, 6)),
+    # The daemon was killed in the middle of a pause, and the next one found the machine running.
+    (ENDS, MADE, Call(Verb.PAUSE, 2, 4, Outcome.UNKNOWN), saw(Seen.PAUSED, 2.5, 3), CRASHED, saw(Seen.RUNNING, 5, 6)),
+    (ENDS, MADE, Call(Verb.PAUSE, 2, 4, Outcome.UNKNOWN), saw(Seen.PAUSED, 2.5, 3), CRASHED, saw(Seen.PAUSED, 5, 6)),
+    (
+        PAUSES,
+        MADE,
+        Call(Verb.TIMEOUT, 1, 2, seconds=1),
+        saw(Seen.PAUSED, 2.5, 3),
+        CRASHED,
+        saw(Seen.RUNNING, 5, 6),
+        saw(Seen.PAUSED, 7, 8),
+    ),
     (WAKES, MADE, PAUSED, Call(Verb.TALK, 3, 9, Outcome.CUT), saw(Seen.PAUSED, 5, 5.1), saw(Seen.RUNNING, 6, 7)),
     (WAKES, MADE, PAUSED, Call(Verb.TALK, 3, 9, Outcome.MISSING), saw(Seen.RUNNING, 6, 7)),
     (WAKES, MADE, PAUSED, Call(Verb.TALK, 3, 9), Call(Verb.PAUSE, 5, 6), Call(Verb.PAUSE, 7, 8)),
@@ -82,6 +95,10 @@ WRONG = [
     (WAKES, MADE, Call(Verb.PAUSE, 2, 3, memory=False), Call(Verb.TALK, 5, 6)),
     (ENDS, MADE, Call(Verb.PAUSE, 2, 4, Outcome.UNKNOWN), saw(Seen.RUNNING, 5, 6), saw(Seen.PAUSED, 7, 8)),
     (ENDS, MADE, PAUSED, RESUMED, Call(Verb.TALK, 9, 10, Outcome.CLOSED)),
+    # Somebody was told that it was paused, or nobody was killed.
+    (ENDS, MADE, Call(Verb.PAUSE, 2, 3), CRASHED, saw(Seen.RUNNING, 5, 6)),
+    (ENDS, MADE, Call(Verb.PAUSE, 2, 4, Outcome.UNKNOWN), saw(Seen.PAUSED, 2.5, 3), saw(Seen.RUNNING, 5, 6)),
+    (ENDS, MADE, Call(Verb.PAUSE, 2, 4, Outcome.UNKNOWN), CRASHED, saw(Seen.PAUSED, 5, 6), saw(Seen.RUNNING, 7, 8)),
 ]  # fmt: skip
 
 

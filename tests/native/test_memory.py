@@ -419,11 +419,18 @@ def test_parent_that_is_not_in_the_page_cache_is_not_waited_for(child, tmp_path)
     parent = MemoryMap.whole(base, SIZE)
     child.new(NOTHING, write={200: 9, 300: 0, 600: 0, 601: 1})
     with base.open("rb") as file:
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        if any(incore(file.fileno())):
-            pytest.skip("this file system keeps the pages of files")
-    stats, _ = capture(child, tmp_path / "layer", parent)
-    assert (stats["stored_pages"], stats["zero_pages"], stats["equal_pages"]) == (2, 1, 1)
+        for _ in range(20):
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            if any(incore(file.fileno())):
+                pytest.skip("this file system keeps the pages of files")
+            stats, _ = capture(child, tmp_path / "layer", parent)
+            found = stats["stored_pages"], stats["zero_pages"], stats["equal_pages"]
+            if found == (2, 1, 1):
+                break
+            # A read with RWF_NOWAIT begins to fill the page cache, and a quick disk has done so at once.
+            assert found == (1, 1, 2)
+        else:
+            pytest.fail("it waits for the disk")
     base.read_bytes()
     stats, _ = capture(child, tmp_path / "layer", parent)
     assert (stats["stored_pages"], stats["zero_pages"], stats["equal_pages"]) == (1, 1, 2)
