@@ -8,9 +8,7 @@ see what became of the sandbox.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import os
 import shutil
 from collections.abc import Coroutine
 from dataclasses import replace
@@ -44,7 +42,6 @@ from aenv.sandbox.service import (
 from aenv.sandbox.store import Machine, Record, Store, boot_id, now
 from aenv.sandbox.telemetry import Telemetry
 from aenv.sandbox.tokens import Tokens
-from aenv.sandbox.turns import Turns
 from aenv.storage.repository import Repository, Template
 from aenv.vmm.base import VmState
 
@@ -57,7 +54,6 @@ IO_RETRY_FIRST, IO_RETRY_LAST = 0.05, 5.0  # seconds until a failed disk request
 # Seconds after the start of a program in which a pause waits for the guest to come to rest. In the middle of a start
 # the expensive part would come once more after the resume: what was translated and cached for it goes with the process.
 START_TIME = 0.5
-TURN = 0.25  # seconds that a guest may have a processor for its first answer before the next one gets it, too
 PAUSE_RETRY = 30.0  # seconds until an automatic pause that failed is tried again
 LINEAGE = 64  # ancestors that a record remembers
 ALIVE = (
@@ -103,7 +99,6 @@ class Lifecycle:
         self._domain = domain
         self._tasks: set[asyncio.Task[Any]] = set()
         self._greeting = Greeting(config["agent.timeout"])
-        self._turns = Turns(int(os.environ.get("TURNS") or 0) or len(os.sched_getaffinity(0)), TURN)
 
     # Operations: each holds the lock and moves the record
 
@@ -331,9 +326,8 @@ class Lifecycle:
             record.disk, record.memory = list(running.disk.layers), list(running.memory_layers)
             record.machine, record.upper = machine_record(running), running.disk.upper
             self.store.save(record)
-            async with self._turns.turn() if not running.answered else contextlib.nullcontext():
-                await running.vm.resume()
-                await self.initialise(sandbox, running)
+            await running.vm.resume()
+            await self.initialise(sandbox, running)
             record.end_at = now() + timeout
             state, record.state_file, record.unsettled = record.state_file, None, None
             try:
@@ -353,7 +347,6 @@ class Lifecycle:
     async def initialise(self, sandbox: Sandbox, running: Running) -> None:
         """Tell the guest's agent who it is now, as soon as it listens. Raises GuestError, NotFoundError."""
         late = await self._greeting.greet(sandbox, running, self.envd_token(sandbox))
-        running.answered = True
         if late is not None:
             self.own(late)
 

@@ -96,7 +96,6 @@ class Running:
     memory_layers: tuple[str, ...]
     memory: MemoryMap | None  # the same, as the next capture compares with it; None as long as nobody has looked
     closed: asyncio.Future[None] = field(default_factory=_future)  # done when connections must be dropped
-    answered: bool = False  # its guest has answered in this process: the next answer takes little
     retrying: bool = False  # a failed disk request is being tried again
     console: int = 0  # bytes of the guest's serial console that were read as lines
 
@@ -531,7 +530,6 @@ class Machines:
             await running.vm.resume()
             async with asyncio.timeout(WARM_UP_TIMEOUT):
                 await rehearse(running.slot, template)
-            running.answered = True
             await running.vm.pause()
             await self._working_sets.record(running.vm, running.memory_layers, template.machine)
         except BaseException as error:
