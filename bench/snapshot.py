@@ -14,6 +14,7 @@ import ctypes
 import os
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from aenv.config import Config
@@ -40,6 +41,7 @@ CHAIN = 10  # captures of one sandbox, one after another
 CHAIN_MIB = 8
 PHASE_MIB = 8
 COPY = 256 << 20
+PAGE_CACHE_FILES = 8  # of COPY bytes each
 TIMEOUT = 24 * 3600
 SETTLE = 0.15  # seconds between two samples: pools fill, what was written ages
 
@@ -72,6 +74,9 @@ class _Bench:
     async def rows(self, n: int) -> Rows:
         copy = memory_speed(min(n, 10))
         rows: Rows = [figures("memcpy", [{"mib_per_s": speed} for speed in copy], mib=COPY >> 20)]
+        rows.append(
+            figures("page-cache", [await asyncio.to_thread(page_cache_speed, self.node.home.root)], mib=COPY >> 20)
+        )
         speed = percentile(copy, 50)
         for mib, part in SWEEP.items():
             rows += await self._sweep(mib, max(1, n // part), speed)
@@ -296,3 +301,26 @@ def memory_speed(n: int) -> list[float]:
         ctypes.memmove(target, source, COPY)
         speeds.append((COPY >> 20) / (time.perf_counter() - began))
     return speeds[1:]  # the first one also maps the target
+
+
+def page_cache_speed(folder: Path) -> Sample:
+    """MiB/s of plain writes to new files: the slowest of many, for which a host that lends memory page by page has to
+    find it first, and the slowest of as many once more, when those have been deleted."""
+    chunk = os.urandom(1 << 20)
+
+    def write(path: Path) -> float:
+        began = time.perf_counter()
+        with path.open("xb", buffering=0) as file:
+            for _ in range(COPY >> 20):
+                file.write(chunk)
+        return (COPY >> 20) / (time.perf_counter() - began)
+
+    speeds = []
+    for _ in range(2):
+        files = [folder / f".page-cache-{number}" for number in range(PAGE_CACHE_FILES)]
+        try:
+            speeds.append(min(write(file) for file in files))
+        finally:
+            for file in files:
+                file.unlink(missing_ok=True)
+    return {"new_mib_per_s": speeds[0], "again_mib_per_s": speeds[1]}
